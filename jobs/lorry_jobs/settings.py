@@ -1,0 +1,56 @@
+"""Settings that every process of Lorry shares. Each process extends `QueueSettings` with its own.
+
+All come from environment variables with the prefix LORRY_ (LORRY_URL, LORRY_LEASE_SECONDS, ...).
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class QueueSettings(BaseSettings):
+    """Where Redis is and how chains behave."""
+
+    model_config = SettingsConfigDict(env_prefix="LORRY_", frozen=True, extra="ignore")
+
+    url: SecretStr | None = None
+    """`redis://[:password@]host:port/db`."""
+    connect_timeout_seconds: float = Field(5.0, gt=0)
+    result_ttl_seconds: int = Field(86400, gt=0)
+    lease_seconds: float = Field(10.0, gt=0)
+    lease_renew_seconds: float = Field(2.0, gt=0)
+    window: int = Field(4, ge=2, le=16)
+    """How many ops of one job may be with a worker at once."""
+    max_queued_ops: int = Field(4096, ge=1)
+    """Per job: more are not accepted until some are committed."""
+    max_queued_bytes: int = Field(256 * 2**20, ge=1)
+
+    @property
+    def redis_url(self) -> str:
+        if self.url is None:
+            raise ValueError("LORRY_URL is not set")
+        return self.url.get_secret_value()
+
+    def describe(self) -> str:
+        """All settings on one line each, secrets masked: for the log at start."""
+        lines = []
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name == "url" and value is not None:
+                value = masked_url(value.get_secret_value())
+            lines.append(f"  {name} = {value}")
+        return "\n".join(lines)
+
+
+def masked_url(url: str) -> str:
+    """The URL with its password replaced by ***."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.hostname or ""
+    port = f":{parts.port}" if parts.port else ""
+    user = parts.username or ""
+    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}{port}"))

@@ -1,0 +1,256 @@
+"""`ServiceClient`: the way in. It makes training and sampling clients."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lorry_jobs import ops
+from lorry_jobs.checkpoint_paths import CheckpointPath
+from lorry_jobs.errors import CheckpointNotFound, SequenceConflict, UnknownModel, UserError
+from lorry_jobs.results import Outcome
+from lorry_jobs.types import (
+    CreateModelRequest,
+    GetInfoResponse,
+    GetServerCapabilitiesResponse,
+    LoraConfig,
+    ModelInfo,
+    SupportedModel,
+)
+
+from .discovery import find_url
+from .futures import APIFuture, Submission
+from .process import ClientProcess, get_process
+from .sampling_client import SamplingClient
+from .settings import ClientSettings
+from .tokenizers import load_tokenizer, tokenizer_cache, unpack_tokenizer
+from .training_client import TrainingClient
+
+T = TypeVar("T")
+
+MODEL_POLL_SECONDS = 0.5
+"""How often to look whether the first worker ever has appeared; only while there is none."""
+
+
+class ServiceClient:
+    """Connects to a Lorry server.
+
+    `base_url`: `redis://[:password@]host:port/db`. Without it: LORRY_URL, else the stack that `lorry up` or
+    `lorry.local()` runs on this machine, else an error that says how to start one.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        user_metadata: dict[str, str] | None = None,
+    ) -> None:
+        if api_key is not None:
+            raise UserError("api_key is for the HTTP gateway; a redis:// address has its password in the URL")
+        self._process: ClientProcess = get_process(ClientSettings(url=find_url(base_url)))
+        self._user_metadata = user_metadata
+        self._session = secrets.token_hex(5)
+        self._lock = threading.Lock()
+        self._next_model = 0
+        self._tokenizers: dict[str, Any] = {}
+        self._models: dict[str, ModelInfo] = {}
+
+    # ------------------------------------------------------------------------------------------- training clients
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+    ) -> TrainingClient:
+        """Start a training run: a fresh LoRA adapter on `base_model`. Waits until a worker has made it.
+
+        Raises UnknownModel if workers are there and none has ever served this model. While there is no worker at
+        all it waits, and says so.
+        """
+        lora = LoraConfig(
+            rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed
+        )
+        return self._create(CreateModelRequest(base_model=base_model, lora=lora, user_metadata=user_metadata)).result()
+
+    def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Submission[TrainingClient]:
+        """One await gives the client."""
+        lora = LoraConfig(
+            rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed
+        )
+        request = CreateModelRequest(base_model=base_model, lora=lora, user_metadata=user_metadata)
+        return Submission(self._create(request), levels=1)
+
+    def create_training_client_from_state(
+        self, path: str, user_metadata: dict[str, str] | None = None
+    ) -> TrainingClient:
+        """A new run that starts from a checkpoint's weights; the optimizer is new."""
+        return self._create(self._from_state(path, user_metadata, with_optimizer=False)).result()
+
+    def create_training_client_from_state_async(
+        self, path: str, user_metadata: dict[str, str] | None = None
+    ) -> Submission[TrainingClient]:
+        return Submission(self._create(self._from_state(path, user_metadata, with_optimizer=False)), levels=1)
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, user_metadata: dict[str, str] | None = None
+    ) -> TrainingClient:
+        """A new run that goes on exactly where the checkpoint was saved."""
+        return self._create(self._from_state(path, user_metadata, with_optimizer=True)).result()
+
+    def create_training_client_from_state_with_optimizer_async(
+        self, path: str, user_metadata: dict[str, str] | None = None
+    ) -> Submission[TrainingClient]:
+        return Submission(self._create(self._from_state(path, user_metadata, with_optimizer=True)), levels=1)
+
+    # ------------------------------------------------------------------------------------------- sampling clients
+
+    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+        """Sample from a checkpoint (`model_path`), or from `base_model` itself."""
+        if model_path is not None:
+            found, path = self._checkpoint(model_path)
+            if base_model is not None and base_model != found:
+                raise UserError(f"{path} is an adapter of {found}, not of {base_model}")
+            return SamplingClient(self, self._process, self._model_info(found), path=path)
+        if base_model is None:
+            raise UserError("create_sampling_client needs a model_path or a base_model")
+        return SamplingClient(self, self._process, self._model_info(base_model))
+
+    def create_sampling_client_async(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> Submission[SamplingClient]:
+        return self._at_once("create_sampling_client", lambda: self.create_sampling_client(model_path, base_model))
+
+    # ------------------------------------------------------------------------------------------------ information
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """The base models that live workers serve now."""
+
+        def ask() -> list[SupportedModel]:
+            mailbox = self._process.mailbox
+            found = []
+            for name, text in sorted(mailbox.models().items()):
+                workers = len(mailbox.live_workers(name))
+                if workers:
+                    info = ModelInfo.model_validate_json(text)
+                    found.append(
+                        SupportedModel(model_name=name, max_context_length=info.context_length, workers=workers)
+                    )
+            return found
+
+        return GetServerCapabilitiesResponse(supported_models=self._process.call(ask))
+
+    def get_server_capabilities_async(self) -> Submission[GetServerCapabilitiesResponse]:
+        return self._at_once("get_server_capabilities", self.get_server_capabilities)
+
+    def get_tokenizer(self, base_model: str) -> Any:
+        """The tokenizer of a base model that this server knows; no model hub is asked."""
+        with self._lock:
+            if base_model not in self._tokenizers:
+                info = self._model_info(base_model)
+                cache = tokenizer_cache()
+                folder = cache / info.tokenizer_sha256
+                if not folder.is_dir():
+                    archive = self._process.call(lambda: self._process.mailbox.get_tokenizer(info.tokenizer_sha256))
+                    if archive is None:
+                        raise UnknownModel(f"the server has no tokenizer of {base_model}; restart a worker that serves it")
+                    folder = unpack_tokenizer(archive, cache)
+                self._tokenizers[base_model] = load_tokenizer(folder)
+            return self._tokenizers[base_model]
+
+    def __repr__(self) -> str:
+        return f"<ServiceClient session {self._session}>"
+
+    # -------------------------------------------------------------------------------------------------- internals
+
+    def _create(self, request: CreateModelRequest) -> APIFuture[TrainingClient]:
+        with self._lock:
+            number, self._next_model = self._next_model, self._next_model + 1
+        job = f"{self._session}:train:{number}"
+        if request.user_metadata is None and self._user_metadata:
+            request = request.model_copy(update={"user_metadata": self._user_metadata})
+        spec = request.model_dump_json()
+        settings = self._process.settings
+        self._refuse_unknown(request.base_model)
+
+        def register() -> None:
+            answer = self._process.mailbox.create(
+                job,
+                request.base_model,
+                spec,
+                window=settings.window,
+                max_ops=settings.max_queued_ops,
+                max_bytes=settings.max_queued_bytes,
+            )
+            if answer == "conflict":
+                raise SequenceConflict("another job has this id already; make a new ServiceClient", job=job)
+
+        def client(outcome: Outcome) -> TrainingClient:
+            info = GetInfoResponse(**{k: v for k, v in outcome.info.items() if k in GetInfoResponse.model_fields})
+            return TrainingClient(self, self._process, info, self._model_info(request.base_model))
+
+        return self._process.submit_op(job, 0, ops.CREATE_MODEL, spec.encode(), client, before=register)
+
+    def _from_state(
+        self, path: str, user_metadata: dict[str, str] | None, *, with_optimizer: bool
+    ) -> CreateModelRequest:
+        base_model, path = self._checkpoint(path)
+        return CreateModelRequest(
+            base_model=base_model, from_checkpoint=path, with_optimizer=with_optimizer, user_metadata=user_metadata
+        )
+
+    def _checkpoint(self, path: str) -> tuple[str, str]:
+        """-> (its base model, its path in Lorry's own form)"""
+        own_form = str(CheckpointPath.parse(path))
+        text = self._process.call(lambda: self._process.mailbox.get_checkpoint(own_form))
+        if text is None:
+            raise CheckpointNotFound(f"the server knows no checkpoint {path}")
+        return json.loads(text)["base_model"], own_form
+
+    def _known_models(self) -> dict[str, str]:
+        return self._process.call(self._process.mailbox.models)
+
+    def _refuse_unknown(self, base_model: str) -> None:
+        known = self._known_models()
+        if base_model not in known and self._process.call(self._process.mailbox.live_workers):
+            raise UnknownModel(
+                f"no worker has ever served '{base_model}' here; served are: {', '.join(sorted(known))}. "
+                f"Check the name, or start one: lorry worker --model {base_model}"
+            )
+
+    def _model_info(self, base_model: str) -> ModelInfo:
+        """What a worker said of the model. Waits for the first worker, if there has never been one."""
+        while base_model not in self._models:
+            text = self._known_models().get(base_model)
+            if text is not None:
+                self._models[base_model] = ModelInfo.model_validate_json(text)
+                break
+            self._refuse_unknown(base_model)
+            time.sleep(MODEL_POLL_SECONDS)
+        return self._models[base_model]
+
+    def _at_once(self, op: str, function: Callable[[], T]) -> Submission[T]:
+        """A call that needs no op, in the shape of one: it runs now, and awaiting it gives the value."""
+        value = function()
+        future: APIFuture[T] = APIFuture(self._process, op, op, lambda _: value)
+        future._resolve(Outcome(op, None, {}, None, False))
+        return Submission(future, levels=1)
+

@@ -1,0 +1,56 @@
+"""A value that tolerates one `await` or `.result()` too many.
+
+The documents that users copy from disagree on how often a call must be awaited. A value that was reached by
+skipping a level is handed out as a view: it is the value (isinstance, attributes, equality), and awaiting it
+gives the plain value, which is not awaitable, so that code that awaits "until it is no longer awaitable" ends.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Generator
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+V = TypeVar("V")
+
+
+class _Settled:
+    _plain = None  # without an annotation, which pydantic would take for a private attribute
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._plain
+        yield  # a generator that ends at once
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._plain
+
+    async def result_async(self, timeout: float | None = None) -> Any:
+        return self._plain
+
+
+@cache
+def _view_class(cls: type) -> type:
+    view = types.new_class(cls.__name__, (_Settled, cls))
+    view.__module__, view.__qualname__ = cls.__module__, cls.__qualname__
+    return view
+
+
+def settle(value: V) -> V:
+    """`value` itself where a view cannot be made (None, numbers, strings)."""
+    if isinstance(value, _Settled) or value is None or isinstance(value, int | float | str):
+        return value
+    view: Any
+    if isinstance(value, BaseModel):
+        view = _view_class(type(value)).model_construct(**dict(value))  # type: ignore[attr-defined]
+        object.__setattr__(view, "_plain", value)
+    elif isinstance(value, list):
+        view = _view_class(list)(value)
+        view._plain = value
+    else:
+        view = object.__new__(_view_class(type(value)))
+        view.__dict__ = value.__dict__  # one state, two faces
+        object.__setattr__(view, "_plain", value)
+    return view  # type: ignore[no-any-return]

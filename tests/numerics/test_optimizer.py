@@ -1,0 +1,47 @@
+"""AdamW and clipping against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lorry_jobs.types import AdamParams
+from lorry_workers.engine.optimizer import AdamState, adamw_step, grad_norms
+
+
+def test_twenty_steps_of_two_jobs_with_changing_parameters_equal_torch():
+    torch.manual_seed(0)
+    ours = [torch.randn(501), torch.randn(77)]
+    theirs = [torch.nn.Parameter(p.clone()) for p in ours]
+    states = [AdamState.zeros_like(p) for p in ours]
+    optimizers = [torch.optim.AdamW([p]) for p in theirs]
+    for step in range(20):
+        hyper = [
+            AdamParams(learning_rate=1e-2 / (step + 1), weight_decay=0.1, grad_clip_norm=0.5 * (step % 2), eps=1e-8),
+            AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.99, grad_clip_norm=20.0),
+        ]
+        gradients = [torch.randn_like(p) for p in ours]
+        for parameter, gradient, params, optimizer in zip(theirs, gradients, hyper, optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            if params.grad_clip_norm:
+                torch.nn.utils.clip_grad_norm_([parameter], params.grad_clip_norm)
+            optimizer.param_groups[0].update(
+                lr=params.learning_rate,
+                betas=(params.beta1, params.beta2),
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+            )
+            optimizer.step()
+        norms = grad_norms(gradients)
+        assert norms == pytest.approx([g.norm().item() for g in gradients])
+        adamw_step(ours, gradients, states, hyper, norms)
+    for mine, parameter in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, parameter.data, rtol=1e-6, atol=1e-6)
+    assert [state.step for state in states] == [20, 20]
+
+
+def test_a_gradient_that_was_always_zero_changes_nothing_even_without_eps():
+    flat = torch.ones(4)
+    gradient = torch.tensor([0.0, 0.0, 1.0, -1.0])
+    adamw_step([flat], [gradient], [AdamState.zeros_like(flat)], [AdamParams(eps=0, learning_rate=0.1)], [1.0])
+    torch.testing.assert_close(flat, torch.tensor([1.0, 1.0, 0.9, 1.1]))

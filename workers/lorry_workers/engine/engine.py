@@ -1,0 +1,290 @@
+"""The engine: one base model, the jobs that train on it, and the samplers that use it.
+
+Everything here runs on one thread. It knows nothing of queues: methods take requests and return results, and
+what is wrong with a request is a `UserError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lorry_jobs.checkpoint_paths import CheckpointPath, Kind
+from lorry_jobs.errors import JobNotFound, LorryError, ServiceError, UserError
+from lorry_jobs.types import (
+    AdamParams,
+    CreateModelRequest,
+    Datum,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    LoadStateRequest,
+    LoadWeightsResponse,
+    ModelData,
+    OptimStepResponse,
+    SampleResponse,
+    SaveRequest,
+    SaveWeightsResponse,
+)
+from lorry_jobs.wire import SampleRequest
+
+from . import training_state
+from .adapter import Adapter, create_adapter, head_name, make_shell, read_adapter
+from .checkpoints import Checkpoint, CheckpointStore, Manifest, Origin
+from .head import Head
+from .job_state import JobState
+from .lora_linear import ActiveAdapters, install_lora_linears
+from .optimizer import AdamState, adamw_step, grad_norms
+from .sampler import Sampler, ShouldStop
+from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from ..base_model import BaseModel
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`head_chunk_elements`: logits held at a time. `sampler_adapters`: how many stay loaded."""
+
+    max_tokens_per_microbatch: int = 4096
+    activation_checkpointing: bool = False
+    head_chunk_elements: int = 2**24
+    sampler_adapters: int = 16
+    max_sample_rows: int = 32
+
+
+class Engine:
+    """`name` is the base model's name in requests, checkpoints and paths."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        name: str,
+        store: CheckpointStore,
+        options: EngineOptions = EngineOptions(),
+    ) -> None:
+        self.base = base
+        self.name = name
+        self.store = store
+        self.options = options
+        self.jobs: dict[str, JobState] = {}
+        self._shell = make_shell(base.model)
+        self._head = Head(base.model.get_output_embeddings(), head_name(base.model), options.head_chunk_elements)
+        self._device = self._head.weight.device
+        self._samplers: OrderedDict[tuple[str, str], Adapter] = OrderedDict()
+        active = ActiveAdapters()
+        install_lora_linears(base.model, active)
+        check_head(base, self._head)
+        self.trainer = Trainer(
+            base,
+            active,
+            self._head,
+            max_tokens_per_microbatch=options.max_tokens_per_microbatch,
+            activation_checkpointing=options.activation_checkpointing,
+        )
+        self.sampler = Sampler(base, active, self._head, max_rows=options.max_sample_rows)
+
+    # ------------------------------------------------------------------------------------------------- jobs
+
+    def create_model(self, job: str, request: CreateModelRequest) -> GetInfoResponse:
+        """A new job with a fresh adapter. Without a seed, one is made from the job's id, so that a replay
+        of this op gives the same adapter."""
+        with _located(job, "create_model"):
+            if job in self.jobs:
+                raise UserError("the job exists already")
+            if request.base_model != self.name:
+                raise UserError(f"this worker serves {self.name}, not {request.base_model}")
+            adapter = create_adapter(
+                self._shell,
+                request.lora,
+                base_model=self.name,
+                device=self._device,
+                fallback_seed=int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little"),
+            )
+            self.jobs[job] = JobState(
+                job=job,
+                base_model=self.name,
+                lora=request.lora.model_copy(update={"seed": adapter.seed}),
+                adapter=adapter,
+                adam=AdamState.zeros_like(adapter.flat),
+                user_metadata=dict(request.user_metadata or {}),
+            )
+            return self.info(job)
+
+    def info(self, job: str) -> GetInfoResponse:
+        state = self.state(job)
+        data = ModelData(
+            model_id=job,
+            model_name=self.name,
+            lora_rank=state.lora.rank,
+            arch=type(self.base.model).__name__,
+            tokenizer_id=self.name,
+        )
+        return GetInfoResponse(model_id=job, model_name=self.name, lora_rank=state.lora.rank, model_data=data)
+
+    def state(self, job: str) -> JobState:
+        state = self.jobs.get(job)
+        if state is None:
+            raise JobNotFound("this worker does not hold the job", job=job)
+        return state
+
+    def drop_job(self, job: str) -> None:
+        """Forget the job's state, if it is here."""
+        self.jobs.pop(job, None)
+
+    def drop_gradients(self, job: str) -> bool:
+        """Forget what was accumulated since the last step; True if there was anything."""
+        return self.state(job).drop_gradients()
+
+    # --------------------------------------------------------------------------------------------- training
+
+    def forward(
+        self,
+        job: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> ForwardBackwardOutput:
+        with _located(job, "forward"):
+            return self.trainer.forward(self.state(job), data, loss_fn, loss_fn_config)
+
+    def forward_backward(
+        self,
+        job: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> ForwardBackwardOutput:
+        """If it fails, whatever the job has accumulated so far is dropped with it."""
+        with _located(job, "forward_backward"):
+            state = self.state(job)
+            try:
+                return self.trainer.forward_backward(state, data, loss_fn, loss_fn_config)
+            except BaseException:
+                state.drop_gradients()
+                raise
+
+    def optim_step(self, job: str, params: AdamParams) -> OptimStepResponse:
+        """One AdamW step with the accumulated gradient. If that is not finite, it is dropped, and weights
+        and moments stay as they are."""
+        with _located(job, "optim_step"):
+            state = self.state(job)
+            if not state.has_gradients:
+                raise UserError("nothing is accumulated: an optim_step needs a forward_backward before it")
+            gradient = state.adapter.require_gradients()
+            norm = grad_norms([gradient])[0]
+            if not norm < float("inf"):
+                state.drop_gradients()
+                raise UserError(f"the gradient's norm is {norm}; the gradient was dropped and no step was taken")
+            adamw_step([state.adapter.flat], [gradient], [state.adam], [params], [norm])
+            state.drop_gradients()
+            state.step += 1
+            return OptimStepResponse(metrics={"grad_norm": norm, "learning_rate": params.learning_rate})
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def save_state(self, job: str, request: SaveRequest, op_id: str) -> SaveWeightsResponse:
+        with _located(job, "save_state"):
+            state = self.state(job)
+            return self._save(state, "weights", training_state.write_state(state), request, op_id)
+
+    def save_weights_for_sampler(self, job: str, request: SaveRequest, op_id: str) -> SaveWeightsResponse:
+        with _located(job, "save_weights_for_sampler"):
+            state = self.state(job)
+            content = training_state.write_adapter(state.adapter)
+            return self._save(state, "sampler_weights", content, request, op_id)
+
+    def _save(
+        self, state: JobState, kind: Kind, content: Checkpoint, request: SaveRequest, op_id: str
+    ) -> SaveWeightsResponse:
+        manifest = self.store.save(
+            CheckpointPath(state.job, kind, request.name),
+            content,
+            Origin(op_id, state.base_model, state.lora, state.step, state.user_metadata),
+            ttl_seconds=request.ttl_seconds,
+            overwrite=request.overwrite,
+        )
+        return SaveWeightsResponse(
+            path=str(manifest.path),
+            name=manifest.name,
+            size=manifest.size,
+            created=manifest.created,
+            expires=manifest.expires,
+        )
+
+    def load_state(self, job: str, request: LoadStateRequest) -> LoadWeightsResponse:
+        """Put a checkpoint in the place of the job's weights, and with `optimizer` of its moments; without,
+        they start from zero. A bare name is one of this job's own."""
+        with _located(job, "load_state"):
+            state = self.state(job)
+            path = CheckpointPath.parse(request.path, job=job)
+            manifest, checkpoint = self.store.load(path)
+            dropped = training_state.read_state(state, checkpoint, manifest, optimizer=request.optimizer)
+            return LoadWeightsResponse(path=str(path), optimizer=request.optimizer, dropped_gradients=dropped)
+
+    # --------------------------------------------------------------------------------------------- sampling
+
+    def sample(self, request: SampleRequest, should_stop: ShouldStop | None = None) -> SampleResponse:
+        with _located(None, "sample"):
+            adapter = self._sampler_adapter(request.model_path) if request.model_path else None
+            return self.sampler.sample(
+                adapter,
+                request.prompt.to_ints(),
+                request.num_samples,
+                request.params,
+                request.prompt_logprobs,
+                request.topk_prompt_logprobs,
+                should_stop,
+            )
+
+    def _sampler_adapter(self, model_path: str) -> Adapter:
+        """The adapter at `model_path`; the last used ones stay loaded. A replaced checkpoint is read anew."""
+        path = CheckpointPath.parse(model_path, kind="sampler_weights")
+        manifest = self.store.manifest(path)
+        key = _version(manifest)
+        adapter = self._samplers.get(key)
+        if adapter is None:
+            manifest, checkpoint = self.store.load(path)
+            if manifest.base_model != self.name:
+                raise UserError(f"{path} is of {manifest.base_model}, but this worker serves {self.name}")
+            adapter = read_adapter(checkpoint.adapter, checkpoint.adapter_config, device=self._device)
+            key = _version(manifest)
+            self._samplers[key] = adapter
+            while len(self._samplers) > self.options.sampler_adapters:
+                self._samplers.popitem(last=False)
+        self._samplers.move_to_end(key)
+        return adapter
+
+
+def check_head(base: BaseModel, head: Head) -> None:
+    """Refuse a model whose logits are not its output layer's product (scaled or capped ones, say)."""
+    tokens = torch.arange(1, 9, device=head.weight.device)[None] % base.vocab_size
+    with torch.no_grad():
+        expected = base.model(input_ids=tokens, use_cache=False).logits[0].float()
+        states = base.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+        gap = (head.logits(states, None) - expected).abs().max().item()
+    allowed = 1e-3 if head.weight.dtype == torch.float32 else 0.05
+    if not gap <= allowed * max(1.0, expected.abs().max().item()):
+        raise ServiceError(
+            f"{type(base.model).__name__} changes the logits after its output layer, which Lorry does not know"
+        )
+
+
+def _version(manifest: Manifest) -> tuple[str, str]:
+    return str(manifest.path), f"{manifest.op_id} {manifest.created.isoformat()}"
+
+
+@contextmanager
+def _located(job: str | None, op: str) -> Iterator[None]:
+    """Errors that leave here say which job and op they are about."""
+    try:
+        yield
+    except LorryError as error:
+        error.job = error.job or job
+        error.op = error.op or op
+        raise

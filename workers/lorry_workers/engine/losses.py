@@ -1,0 +1,141 @@
+"""Losses of a target's log-probability, one function each.
+
+A loss takes `logprobs` x = log p(target) and its inputs, all of one shape, and gives two tensors of that
+shape: the loss of each position, whose plain sum is the objective, and the derivative d loss / d x. The
+head turns the second into gradients, so no autograd graph is needed.
+
+q is the log-probability under the policy that sampled the target (`logprobs` in the datum), A the
+advantage, r = exp(x - q). Formulas and default thresholds: the public Tinker documentation of losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lorry_jobs.errors import UserError
+
+Inputs = Mapping[str, Tensor]
+Config = Mapping[str, float]
+Terms = tuple[Tensor, Tensor]
+
+
+def cross_entropy(x: Tensor, inputs: Inputs, config: Config) -> Terms:
+    """- w · x, with w = `weights` (1 where absent). Derivative: - w."""
+    w = inputs["weights"]
+    return -w * x, -w
+
+
+def importance_sampling(x: Tensor, inputs: Inputs, config: Config) -> Terms:
+    """- r · A: the policy gradient, corrected for sampling from another policy. Derivative: - r · A."""
+    loss = -torch.exp(x - inputs["logprobs"]) * inputs["advantages"]
+    return loss, loss
+
+
+def ppo(x: Tensor, inputs: Inputs, config: Config) -> Terms:
+    """- min(r·A, clamp(r, low, high)·A) (Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7).
+
+    The thresholds bound the ratio itself (0.8 and 1.2, not an epsilon). Derivative: - r·A where the first
+    term is the smaller one, else 0.
+    """
+    ratio = torch.exp(x - inputs["logprobs"])
+    free = ratio * inputs["advantages"]
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"]) * inputs["advantages"]
+    return -torch.minimum(free, clipped), torch.where(free <= clipped, -free, torch.zeros_like(free))
+
+
+def cispo(x: Tensor, inputs: Inputs, config: Config) -> Terms:
+    """- sg(clamp(r, low, high)) · A · x, sg = no gradient (MiniMax-M1, https://arxiv.org/abs/2506.13585).
+
+    Derivative: - clamp(r, low, high) · A.
+    """
+    ratio = torch.exp(x - inputs["logprobs"])
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    slope = -clipped * inputs["advantages"]
+    return slope * x, slope
+
+
+def dro(x: Tensor, inputs: Inputs, config: Config) -> Terms:
+    """- (A·x - beta/2 · (x - q)²) (Richemond et al. 2024, https://arxiv.org/abs/2405.19107).
+
+    Derivative: - (A - beta · (x - q)).
+    """
+    gap, beta = x - inputs["logprobs"], config["beta"]
+    advantages = inputs["advantages"]
+    return -(advantages * x - 0.5 * beta * gap * gap), -(advantages - beta * gap)
+
+
+def _advantage_count(inputs: Inputs) -> Tensor:
+    return (inputs["advantages"] != 0).float()
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and what it needs. `required` inputs must be in each datum; `config` holds every option.
+
+    `weight` gives each position's part in `weights:sum`, by which the reported mean `loss` is divided. It
+    has no part in the objective. For policy losses it counts the positions whose advantage is not 0.
+    """
+
+    name: str
+    terms: Callable[[Tensor, Inputs, Config], Terms]
+    weight: Callable[[Inputs], Tensor]
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    config: Config = field(default_factory=dict)
+    soft_targets: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (*self.required, *self.optional)
+
+
+_POLICY = ("logprobs", "advantages")
+
+LOSSES: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss("cross_entropy", cross_entropy, lambda i: i["weights"], optional=("weights",), soft_targets=True),
+        Loss("importance_sampling", importance_sampling, _advantage_count, _POLICY),
+        Loss(
+            "ppo",
+            ppo,
+            _advantage_count,
+            _POLICY,
+            config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        ),
+        Loss(
+            "cispo",
+            cispo,
+            _advantage_count,
+            _POLICY,
+            config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        ),
+        Loss("dro", dro, _advantage_count, _POLICY, config={"beta": 0.05}),
+    )
+}
+
+
+def find_loss(name: str, config: Mapping[str, float | str] | None = None) -> Loss:
+    """The loss called `name`, with `config` over its defaults."""
+    loss = LOSSES.get(name)
+    if loss is None:
+        raise UserError(f"unknown loss_fn {name!r}; the losses are: {', '.join(LOSSES)}")
+    if not config:
+        return loss
+    merged = dict(loss.config)
+    for key, value in config.items():
+        if key not in merged:
+            known = ", ".join(merged) or "none"
+            raise UserError(f"loss_fn_config: {name} has no option {key!r} (its options: {known})")
+        if isinstance(value, str | bool) or not math.isfinite(value):
+            raise UserError(f"loss_fn_config: {key} must be a finite number, got {value!r}")
+        merged[key] = float(value)
+    low, high = merged.get("clip_low_threshold", 0.0), merged.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise UserError(f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}")
+    return replace(loss, config=merged)

@@ -1,0 +1,96 @@
+"""From a delivered request to the engine's method and back to what the client reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lorry_jobs import ops, wire
+from lorry_jobs.errors import UserError
+from lorry_jobs.types import CreateModelRequest, LoadStateRequest, LorryModel, OptimStepRequest, SaveRequest
+from pydantic import ValidationError
+
+from .engine.engine import Engine
+from .lanes import Delivery
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`info` goes into the JSON record, `output` beside it, `summary` is what Flower shows."""
+
+    info: dict[str, Any] = field(default_factory=dict)
+    output: bytes = b""
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def decode_request(op: str, payload: bytes) -> Any:
+    """The typed request in a payload. Runs on a pool thread, so that the clock's thread only computes."""
+    if op in (ops.FORWARD, ops.FORWARD_BACKWARD):
+        return wire.decode_batch(payload)
+    if op == ops.SAMPLE:
+        return wire.decode_sample_request(payload)
+    model = _JSON_REQUESTS.get(op)
+    if model is None:
+        raise UserError(f"this worker does not know the op '{op}'")
+    try:
+        return model.model_validate_json(payload)
+    except ValidationError as error:
+        raise UserError(f"the request of {op} is not valid: {error}") from None
+
+
+_JSON_REQUESTS: dict[str, type[LorryModel]] = {
+    ops.CREATE_MODEL: CreateModelRequest,
+    ops.OPTIM_STEP: OptimStepRequest,
+    ops.SAVE_STATE: SaveRequest,
+    ops.SAVE_WEIGHTS_FOR_SAMPLER: SaveRequest,
+    ops.LOAD_STATE: LoadStateRequest,
+}
+
+
+def execute(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    if isinstance(delivery.request, Exception):  # its bytes could not be read; said here, in the op's turn
+        raise delivery.request
+    return _EXECUTORS[delivery.op](engine, job, delivery, cycle)
+
+
+def _create_model(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    info = engine.create_model(job, delivery.request)
+    return Reply(info=info.model_dump(mode="json"), summary={"base_model": info.model_name, "rank": info.lora_rank})
+
+
+def _forward(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    batch = delivery.request
+    run = engine.forward if delivery.op == ops.FORWARD else engine.forward_backward
+    output = run(job, batch.data, batch.loss_fn, batch.loss_fn_config)
+    summary = {"loss": round(output.loss, 6), "tokens": int(output.metrics["tokens:sum"]), "cycle": cycle}
+    return Reply(output=wire.encode_output(output), summary=summary)
+
+
+def _optim_step(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    response = engine.optim_step(job, delivery.request.adam_params)
+    return Reply(info={"metrics": response.metrics}, summary={**response.metrics, "cycle": cycle})
+
+
+def _save(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    save = engine.save_state if delivery.op == ops.SAVE_STATE else engine.save_weights_for_sampler
+    saved = save(job, delivery.request, delivery.task)
+    # The base model rides along for the index of checkpoints, which the commit's caller keeps.
+    info = {**saved.model_dump(mode="json"), "base_model": engine.name}
+    return Reply(info=info, summary={"path": saved.path})
+
+
+def _load_state(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    loaded = engine.load_state(job, delivery.request)
+    return Reply(info=loaded.model_dump(mode="json"), summary={"path": loaded.path})
+
+
+_EXECUTORS: dict[str, Callable[[Engine, str, Delivery, int], Reply]] = {
+    ops.CREATE_MODEL: _create_model,
+    ops.FORWARD: _forward,
+    ops.FORWARD_BACKWARD: _forward,
+    ops.OPTIM_STEP: _optim_step,
+    ops.SAVE_STATE: _save,
+    ops.SAVE_WEIGHTS_FOR_SAMPLER: _save,
+    ops.LOAD_STATE: _load_state,
+}

@@ -1,0 +1,234 @@
+"""What this process knows about the jobs it holds: one lane per job, with the ops that have been delivered.
+
+Celery's pool threads put deliveries in, the clock takes them out. Everything here is guarded by one condition.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from lorry_jobs import ops
+from lorry_jobs.errors import StaleOwner
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the pool thread that delivered an op is told once the op is committed."""
+
+    summary: dict[str, Any]
+    error: Exception | None = None
+
+
+@dataclass
+class Delivery:
+    """One op or sampling request as it came from Celery. `request` is decoded already."""
+
+    task: str
+    op: str
+    request: Any
+    channel: str
+    seq: int = -1
+    tokens: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    done: Future[Outcome] = field(default_factory=Future)
+
+
+@dataclass
+class Lane:
+    """A job here. `applied` is the last op that the engine ran; None until the job's state is loaded."""
+
+    job: str
+    epoch: str = ""
+    applied: int | None = None
+    incomplete: int | None = None
+    waiting: dict[int, Delivery] = field(default_factory=dict)
+    used: float = field(default_factory=time.monotonic)
+    in_flight: int = 0
+    """Ops that ran and are being committed."""
+    leaving: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.applied is not None and not self.leaving and self.applied + 1 in self.waiting
+
+    @property
+    def idle(self) -> bool:
+        return self.applied is not None and not self.waiting and not self.in_flight
+
+
+def update_run(lane: Lane, max_ops: int = 64) -> list[Delivery]:
+    """The ready ops of one job that enter the same cycle: forwards and forward_backwards, up to and with the
+    optim_step that ends the update; any other op goes alone."""
+    assert lane.applied is not None
+    run: list[Delivery] = []
+    seq = lane.applied + 1
+    while seq in lane.waiting and len(run) < max_ops:
+        delivery = lane.waiting[seq]
+        batches = delivery.op in (ops.FORWARD, ops.FORWARD_BACKWARD)
+        if not batches and delivery.op != ops.OPTIM_STEP:
+            return run or [delivery]
+        run.append(delivery)
+        if delivery.op == ops.OPTIM_STEP:
+            return run
+        seq += 1
+    return run
+
+
+class Lanes:
+    """All lanes and requests of this worker."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._lanes: dict[str, Lane] = {}
+        self._requests: dict[str, Delivery] = {}
+        self._dropped: list[str] = []
+
+    # -------------------------------------------------------------------------------------- pool threads put in
+
+    def deliver(self, job: str, delivery: Delivery) -> bool:
+        """False for a duplicate: the op is here already, or done."""
+        with self.changed:
+            lane = self._lanes.setdefault(job, Lane(job))
+            known = delivery.seq in lane.waiting or (lane.applied is not None and delivery.seq <= lane.applied)
+            if known:
+                return False
+            lane.waiting[delivery.seq] = delivery
+            self.changed.notify_all()
+            return True
+
+    def deliver_request(self, delivery: Delivery) -> bool:
+        with self.changed:
+            if delivery.task in self._requests:
+                return False
+            self._requests[delivery.task] = delivery
+            self.changed.notify_all()
+            return True
+
+    # ---------------------------------------------------------------------------------------- the clock takes out
+
+    def wait_for_work(self, timeout: float) -> None:
+        with self.changed:
+            self.changed.wait_for(self._has_work, timeout)
+
+    def _has_work(self) -> bool:
+        return (
+            bool(self._requests)
+            or bool(self._dropped)
+            or any(lane.ready or (lane.applied is None and not lane.leaving) for lane in self._lanes.values())
+        )
+
+    def to_adopt(self) -> list[Lane]:
+        with self.changed:
+            return [lane for lane in self._lanes.values() if lane.applied is None and not lane.leaving]
+
+    def adopted(self, lane: Lane, *, epoch: str, applied: int, incomplete: int | None) -> None:
+        with self.changed:
+            lane.epoch, lane.applied, lane.incomplete = epoch, applied, incomplete
+            for seq in [seq for seq in lane.waiting if seq <= applied]:
+                lane.waiting.pop(seq).done.set_exception(StaleOwner("the op is committed already", job=lane.job))
+
+    def take_runs(self) -> list[tuple[Lane, list[Delivery]]]:
+        """For every job the ops that enter this cycle; they count as in flight from here on."""
+        with self.changed:
+            runs = []
+            for lane in list(self._lanes.values()):
+                if lane.ready:
+                    run = update_run(lane)
+                    lane.in_flight += len(run)
+                    lane.used = time.monotonic()
+                    runs.append((lane, run))
+                    # Round robin: a job that just ran goes behind the others.
+                    self._lanes[lane.job] = self._lanes.pop(lane.job)
+            return runs
+
+    def applied(self, lane: Lane, delivery: Delivery) -> bool:
+        """The engine ran this op. False if the job left meanwhile, and the result means nothing."""
+        with self.changed:
+            if self._lanes.get(lane.job) is not lane:
+                return False
+            lane.applied = delivery.seq
+            lane.waiting.pop(delivery.seq, None)
+            return True
+
+    def committed(self, lane: Lane) -> None:
+        with self.changed:
+            lane.in_flight -= 1
+            self.changed.notify_all()
+
+    def take_requests(self, limit: int) -> list[Delivery]:
+        with self.changed:
+            return list(self._requests.values())[:limit]
+
+    def request_done(self, task: str) -> None:
+        with self.changed:
+            self._requests.pop(task, None)
+
+    def take_dropped(self) -> list[str]:
+        with self.changed:
+            dropped, self._dropped = self._dropped, []
+            return [job for job in dropped if job not in self._lanes]
+
+    # --------------------------------------------------------------------------------------------- the lease looks
+
+    def ensure(self, job: str) -> None:
+        """A job was given to this worker, though none of its ops has arrived yet."""
+        with self.changed:
+            if job not in self._lanes:
+                self._lanes[job] = Lane(job)
+                self.changed.notify_all()
+
+    def head_missing(self) -> list[tuple[str, str]]:
+        """(job, epoch) of lanes that could go on if their next op were here."""
+        with self.changed:
+            return [
+                (lane.job, lane.epoch)
+                for lane in self._lanes.values()
+                if lane.applied is not None and not lane.leaving and not lane.in_flight and not lane.ready
+            ]
+
+    def jobs(self) -> list[str]:
+        with self.changed:
+            return list(self._lanes)
+
+    def requests(self) -> set[str]:
+        with self.changed:
+            return set(self._requests)
+
+    def find_idle(self, but: Callable[[Lane], bool] = lambda lane: False) -> Lane | None:
+        """The lane that has been without work for longest."""
+        with self.changed:
+            idle = [lane for lane in self._lanes.values() if lane.idle and not lane.leaving and not but(lane)]
+            return min(idle, key=lambda lane: lane.used, default=None)
+
+    def get(self, job: str) -> Lane | None:
+        with self.changed:
+            return self._lanes.get(job)
+
+    def leave(self, lane: Lane) -> None:
+        """Run no more ops of this job; wait until those that ran are committed, then `drop` it."""
+        with self.changed:
+            lane.leaving = True
+
+    def drop(self, job: str, reason: str) -> None:
+        """Forget a job: it lives elsewhere now. Whoever waits for one of its ops here is told that it moved."""
+        with self.changed:
+            lane = self._lanes.pop(job, None)
+            if lane is None:
+                return
+            self._dropped.append(job)
+            for delivery in lane.waiting.values():
+                delivery.done.set_exception(StaleOwner(reason, job=job, op=delivery.op, seq=delivery.seq))
+            lane.waiting.clear()
+            self.changed.notify_all()
+
+    def drop_requests(self, reason: str) -> None:
+        with self.changed:
+            for delivery in self._requests.values():
+                if not delivery.done.done():
+                    delivery.done.set_exception(StaleOwner(reason, op=delivery.op))
+            self._requests.clear()

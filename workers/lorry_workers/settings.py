@@ -1,0 +1,32 @@
+"""Settings of a worker process, from LORRY_* variables; `lorry worker` options override them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from lorry_jobs.paths import models_dir, store_dir
+from lorry_jobs.settings import QueueSettings
+from pydantic import Field
+
+
+class WorkerSettings(QueueSettings):
+    slots: int = Field(32, ge=1)
+    """How many jobs' adapters this worker holds at once."""
+    seats: int = Field(16, ge=1)
+    """How many sampling requests it holds at once."""
+    models_dir: Path = Field(default_factory=models_dir)
+    store_dir: Path = Field(default_factory=store_dir)
+    device: str = "auto"
+    """`auto`: cuda if there is one, else cpu."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the base model. `auto`: bfloat16 on a GPU, float32 on a CPU. Adapters are always float32."""
+    threads: int | None = Field(None, ge=1)
+    """Torch's CPU threads; None leaves torch's own choice."""
+    max_tokens_per_microbatch: int = Field(4096, ge=1)
+    activation_checkpointing: bool = False
+    snapshot_steps: int = Field(50, ge=1)
+    """A job's state is saved in the background after so many optimizer steps ..."""
+    snapshot_seconds: float = Field(60.0, gt=0)
+    """... or, if it changed, after so many seconds."""
+    log_level: str = "INFO"

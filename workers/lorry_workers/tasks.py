@@ -1,0 +1,74 @@
+"""The Celery tasks: one per op. A task hands its op to the clock, waits until it is committed, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from celery import Celery, Task, bootsteps
+from celery.exceptions import Ignore
+from lorry_jobs import ops
+from lorry_jobs.errors import StaleOwner, UserError
+
+from .lanes import Outcome
+from .runtime import Runtime
+
+
+class OpTask(Task):  # type: ignore[misc]
+    """Results are written by the commit, so Celery ignores what a task returns, except to show it in Flower."""
+
+    abstract = True
+    ignore_result = True
+    acks_late = False
+    throws = (UserError,)  # expected: no traceback in the worker's log
+
+
+def register_tasks(app: Celery, runtime: Callable[[], Runtime]) -> None:
+    """`runtime` is called when a task runs: by then the bootstep has started it."""
+
+    def finish(task: OpTask, run: Callable[[], Outcome | None]) -> dict[str, Any]:
+        try:
+            outcome = run()
+        except StaleOwner:
+            outcome = None
+        if outcome is None:
+            # A duplicate, or the job moved. Without the event Flower would show the task as started for ever.
+            task.send_event("task-rejected", requeue=False)
+            raise Ignore
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.summary
+
+    def op_task(op: str) -> None:
+        @app.task(base=OpTask, bind=True, name=ops.task_name(op))
+        def run(self: OpTask, job: str, seq: int) -> dict[str, Any]:
+            channel = getattr(self.request, "lorry_channel", None) or ""
+            return finish(self, lambda: runtime().run_op(op, job, seq, channel))
+
+    for op in ops.CHAIN_OPS:
+        op_task(op)
+
+    @app.task(base=OpTask, bind=True, name=ops.task_name(ops.SAMPLE))
+    def sample(self: OpTask, *args: Any) -> dict[str, Any]:
+        channel = getattr(self.request, "lorry_channel", None) or ""
+        return finish(self, lambda: runtime().run_request(ops.SAMPLE, self.request.id, channel))
+
+
+def runtime_step(make: Callable[[], Runtime]) -> tuple[type[bootsteps.StartStopStep], Callable[[], Runtime]]:
+    """-> (the bootstep that owns the runtime for the life of the worker, a way to reach it)."""
+    holder: list[Runtime] = []
+
+    class RuntimeStep(bootsteps.StartStopStep):  # type: ignore[misc]
+        # Started after the pool, so stopped before it: when the pool is joined, no task waits for the clock any more.
+        requires = ("celery.worker.components:Pool",)
+
+        def start(self, worker: Any) -> None:
+            runtime = make()
+            holder.append(runtime)
+            runtime.start()
+
+        def stop(self, worker: Any) -> None:
+            for runtime in holder:
+                runtime.stop()
+
+    return RuntimeStep, lambda: holder[0]
