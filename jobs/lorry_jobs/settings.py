@@ -5,6 +5,7 @@ All come from environment variables with the prefix LORRY_ (LORRY_URL, LORRY_LEA
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr
@@ -14,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class QueueSettings(BaseSettings):
     """Where Redis is and how chains behave."""
 
-    model_config = SettingsConfigDict(env_prefix="LORRY_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="LORRY_", env_ignore_empty=True, frozen=True, extra="ignore")
 
     url: SecretStr | None = None
     """`redis://[:password@]host:port/db`."""
@@ -46,11 +47,8 @@ class QueueSettings(BaseSettings):
 
 
 def masked_url(url: str) -> str:
-    """The URL with its password replaced by ***."""
+    """The URL with every password in it replaced by ***."""
     parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.hostname or ""
-    port = f":{parts.port}" if parts.port else ""
-    user = parts.username or ""
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}{port}"))
+    netloc = re.sub(r":[^:@]*@", ":***@", parts.netloc) if parts.password is not None else parts.netloc
+    query = re.sub(r"(?i)(password=)[^&]*", r"\1***", parts.query)
+    return urlunsplit(parts._replace(netloc=netloc, query=query))

@@ -102,7 +102,8 @@ class ModelInput(LorryModel):
     def to_ints(self) -> list[int]:
         return [int(token) for token in self.tokens]
 
-    tolist = to_ints
+    def tolist(self) -> list[int]:
+        return self.to_ints()
 
     @property
     def length(self) -> int:
@@ -113,8 +114,6 @@ class ModelInput(LorryModel):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelInput) and np.array_equal(self.tokens, other.tokens)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class TensorData(LorryModel):
@@ -160,7 +159,7 @@ class TensorData(LorryModel):
     @property
     def data(self) -> list[Any]:
         """All values, flat."""
-        return self.array.ravel().tolist()  # type: ignore[no-any-return]
+        return self.array.ravel().tolist()
 
     @property
     def dtype(self) -> str:
@@ -196,8 +195,6 @@ class TensorData(LorryModel):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TensorData) and np.array_equal(self.array, other.array)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def dense_from_csr(

@@ -113,7 +113,7 @@ class SamplingParams(LorryModel):
 
     @property
     def ignore_eos(self) -> bool:
-        return self.stop == [] and not self.stop_token_ids
+        return self.stop == []
 
 
 class CreateModelRequest(LorryModel):

@@ -1,11 +1,11 @@
 """Lorry: a training loop on your laptop, the GPU somewhere else, nothing lost between.
 
-    import lorry
+import lorry
 
-    client = lorry.ServiceClient().create_lora_training_client("smollm2", rank=16)
-    future = client.forward_backward(batch, "cross_entropy")   # returns at once
-    client.optim_step(lorry.AdamParams(learning_rate=1e-4))    # runs after it
-    print(future.result().loss)
+client = lorry.ServiceClient().create_lora_training_client("smollm2", rank=16)
+future = client.forward_backward(batch, "cross_entropy")   # returns at once
+client.optim_step(lorry.AdamParams(learning_rate=1e-4))    # runs after it
+print(future.result().loss)
 """
 
 from lorry_jobs import errors

@@ -16,7 +16,9 @@ def check_batch(data: Sequence[Datum], loss_fn: str, model: ModelInfo, op: str) 
     if not rows:
         raise UserError(f"{op}: the batch is empty", op=op)
     if not isinstance(loss_fn, str):
-        raise UserError(f"{op}: loss_fn is the name of a loss; for your own function use forward_backward_custom", op=op)
+        raise UserError(
+            f"{op}: loss_fn is the name of a loss; for your own function use forward_backward_custom", op=op
+        )
     for index, datum in enumerate(rows):
         if not isinstance(datum, Datum):
             raise UserError(f"{op}: item {index} is {type(datum).__name__}, not a Datum", op=op)
@@ -34,7 +36,7 @@ def check_prompt(prompt: ModelInput, model: ModelInfo, where: str) -> None:
         raise UserError(f"{where}: the input has no tokens")
     if prompt.length > model.context_length:
         raise UserError(
-            f"{where}: {prompt.length} tokens are more than the context of {model.context_length} tokens of {model.name}"
+            f"{where}: {prompt.length} tokens exceed the context of {model.name}, {model.context_length} tokens"
         )
     low, high = int(prompt.tokens.min()), int(prompt.tokens.max())
     if low < 0 or high >= model.vocab_size:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
+from pydantic import SecretStr
+
 from lorry_jobs.errors import UserError
 from lorry_jobs.paths import lorry_home
-from pydantic import SecretStr
 
 from .stack import running_stack
 

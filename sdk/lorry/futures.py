@@ -59,7 +59,7 @@ class APIFuture(Generic[T]):
         self._error: BaseException | None = None
         self._retrieved = False
         self._waiters: list[concurrent.futures.Future[None]] = []
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._waiting_since = 0.0
 
     # ------------------------------------------------------------------------------------------------- waiting
@@ -80,7 +80,7 @@ class APIFuture(Generic[T]):
         waiter = self._new_waiter()
         try:
             await asyncio.wait_for(asyncio.wrap_future(waiter), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             # Asking the server why must not block the loop.
             raise await asyncio.to_thread(self._timed_out, timeout) from None
         finally:
@@ -199,7 +199,7 @@ class APIFuture(Generic[T]):
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
-    def _when_done(self, callback: Callable[[], None]) -> None:
+    def _when_done(self, callback: Callable[[], object]) -> None:
         with self._lock:
             if self._outcome is None:
                 self._callbacks.append(callback)
@@ -282,7 +282,7 @@ class Submission(APIFuture[T], Coroutine[Any, Any, Any]):
     def _forget_waiter(self, waiter: concurrent.futures.Future[None]) -> None:
         self._inner._forget_waiter(waiter)
 
-    def _when_done(self, callback: Callable[[], None]) -> None:
+    def _when_done(self, callback: Callable[[], object]) -> None:
         self._inner._when_done(callback)
 
     def _get(self) -> T:

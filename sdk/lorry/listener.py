@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from redis import Redis
+from redis.exceptions import RedisError
+
 from lorry_jobs import results
 from lorry_jobs.errors import ServiceError
 from lorry_jobs.mailbox import meta_key, output_key
 from lorry_jobs.results import Outcome
-from redis import Redis
-from redis.exceptions import RedisError
 
 from .futures import APIFuture
 from .link import Link
@@ -81,7 +82,7 @@ class Listener:
                 self._delay = min(self._delay * 2, RECONNECT_SECONDS[1])
 
     def _listen(self) -> None:
-        with self._redis.pubsub() as channel:
+        with self._redis.pubsub() as channel:  # type: ignore[no-untyped-call]
             channel.subscribe(self._channel)
             swept = ticked = time.monotonic()
             while True:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kombu.exceptions import OperationalError
-from lorry_jobs.errors import Backpressure, LorryError
 from redis.exceptions import RedisError
+
+from lorry_jobs.errors import Backpressure, LorryError
 
 from .link import Link
 

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from redis.exceptions import RedisError
+
 from lorry_jobs import ops, results, transport
 from lorry_jobs.celery_app import QUEUE, create_app
 from lorry_jobs.errors import ForkedClient, LorryError, OpCancelled
-from lorry_jobs.mailbox import Mailbox
-from lorry_jobs.mailbox import result_channel
+from lorry_jobs.mailbox import Mailbox, result_channel
 from lorry_jobs.redis_client import connect
 from lorry_jobs.results import Outcome
-from redis.exceptions import RedisError
 
 from .explain import Notices, explain_job, explain_request
 from .futures import APIFuture

@@ -77,9 +77,7 @@ class ServiceClient:
         Raises UnknownModel if workers are there and none has ever served this model. While there is no worker at
         all it waits, and says so.
         """
-        lora = LoraConfig(
-            rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed
-        )
+        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
         return self._create(CreateModelRequest(base_model=base_model, lora=lora, user_metadata=user_metadata)).result()
 
     def create_lora_training_client_async(
@@ -93,9 +91,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
     ) -> Submission[TrainingClient]:
         """One await gives the client."""
-        lora = LoraConfig(
-            rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed
-        )
+        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
         request = CreateModelRequest(base_model=base_model, lora=lora, user_metadata=user_metadata)
         return Submission(self._create(request), levels=1)
 
@@ -171,7 +167,9 @@ class ServiceClient:
                 if not folder.is_dir():
                     archive = self._process.call(lambda: self._process.mailbox.get_tokenizer(info.tokenizer_sha256))
                     if archive is None:
-                        raise UnknownModel(f"the server has no tokenizer of {base_model}; restart a worker that serves it")
+                        raise UnknownModel(
+                            f"the server has no tokenizer of {base_model}; restart a worker that serves it"
+                        )
                     folder = unpack_tokenizer(archive, cache)
                 self._tokenizers[base_model] = load_tokenizer(folder)
             return self._tokenizers[base_model]
@@ -253,4 +251,3 @@ class ServiceClient:
         future: APIFuture[T] = APIFuture(self._process, op, op, lambda _: value)
         future._resolve(Outcome(op, None, {}, None, False))
         return Submission(future, levels=1)
-

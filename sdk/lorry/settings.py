@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from lorry_jobs.settings import QueueSettings
 from pydantic import Field
+
+from lorry_jobs.settings import QueueSettings
 
 
 class ClientSettings(QueueSettings):

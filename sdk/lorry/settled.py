@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Generator
-from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -31,10 +30,15 @@ class _Settled:
         return self._plain
 
 
-@cache
-def _view_class(cls: type) -> type:
-    view = types.new_class(cls.__name__, (_Settled, cls))
-    view.__module__, view.__qualname__ = cls.__module__, cls.__qualname__
+_view_classes: dict[type, Any] = {}
+
+
+def _view_class(cls: type) -> Any:
+    view = _view_classes.get(cls)
+    if view is None:
+        view = types.new_class(cls.__name__, (_Settled, cls))
+        view.__module__, view.__qualname__ = cls.__module__, cls.__qualname__
+        _view_classes[cls] = view
     return view
 
 
@@ -44,7 +48,7 @@ def settle(value: V) -> V:
         return value
     view: Any
     if isinstance(value, BaseModel):
-        view = _view_class(type(value)).model_construct(**dict(value))  # type: ignore[attr-defined]
+        view = _view_class(type(value)).model_construct(**dict(value))
         object.__setattr__(view, "_plain", value)
     elif isinstance(value, list):
         view = _view_class(list)(value)

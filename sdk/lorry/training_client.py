@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lorry_jobs import ops, wire
 from lorry_jobs.errors import UserError
 from lorry_jobs.results import Outcome
+from lorry_jobs.tensors import LorryModel
 from lorry_jobs.types import (
     AdamParams,
     Datum,
@@ -16,7 +17,6 @@ from lorry_jobs.types import (
     GetInfoResponse,
     LoadStateRequest,
     LoadWeightsResponse,
-    LorryModel,
     LossFnType,
     ModelInfo,
     OptimStepRequest,

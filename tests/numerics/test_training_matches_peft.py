@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.tiny_engine import create_job, make_engine, peft_model, random_data, randomize, targets
 
 from lorry_jobs.types import AdamParams, Datum, ModelInput
 from lorry_workers.engine.lora_linear import Segment
 from lorry_workers.engine.losses import LOSSES
-from tests.tiny_engine import create_job, make_engine, peft_model, random_data, randomize, targets
 
 JOB = "a1:train:0"
 LENGTHS = [23, 5, 40, 17, 1]
@@ -116,6 +116,7 @@ def test_chunks_of_a_batch_micro_batches_and_checkpointing_change_nothing(tmp_pa
         ({"activation_checkpointing": True}, [data]),
     ):
         engine = make_engine(tmp_path, **options)
+        assert bool(engine.trainer.checkpointed) == ("activation_checkpointing" in options)
         create_job(engine)
         randomize(engine)
         outputs = [engine.forward_backward(JOB, part, "cross_entropy") for part in parts]

@@ -90,9 +90,7 @@ class Clock:
                 restore(self._engine, self._mailbox, placement, self._snapshots)
             except Exception as error:
                 log.exception("job %s cannot be restored", lane.job)
-                failure = (
-                    error if isinstance(error, LorryError) else ServiceError(f"cannot restore the job: {error!r}")
-                )
+                failure = error if isinstance(error, LorryError) else ServiceError(f"cannot restore the job: {error!r}")
                 self._mailbox.fail(
                     lane.job,
                     self._worker,

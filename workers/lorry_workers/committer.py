@@ -12,9 +12,10 @@ import threading
 import time
 from dataclasses import dataclass
 
+from redis.exceptions import RedisError
+
 from lorry_jobs.errors import LorryError, StaleOwner
 from lorry_jobs.mailbox import Effect, Mailbox
-from redis.exceptions import RedisError
 
 from .lanes import Delivery, Lane, Lanes, Outcome
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from lorry_jobs import ops, wire
 from lorry_jobs.errors import UserError
 from lorry_jobs.types import CreateModelRequest, LoadStateRequest, LorryModel, OptimStepRequest, SaveRequest
-from pydantic import ValidationError
 
 from .engine.engine import Engine
 from .lanes import Delivery

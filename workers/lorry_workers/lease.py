@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from lorry_jobs.mailbox import Mailbox
 from redis.exceptions import RedisError
+
+from lorry_jobs.mailbox import Mailbox
 
 from .lanes import Lanes
 from .settings import WorkerSettings

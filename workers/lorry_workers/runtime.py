@@ -15,12 +15,13 @@ from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from lorry_jobs import ops
 from lorry_jobs.errors import LorryError
 from lorry_jobs.mailbox import Mailbox
 from lorry_jobs.redis_client import connect
 from lorry_jobs.types import ModelInfo
-from redis.exceptions import RedisError
 
 from .clock import Clock
 from .committer import Committer
@@ -34,7 +35,7 @@ from .snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 FENCED_EXIT_CODE = 17
-DRAIN_SECONDS = 60.0
+DRAIN_SECONDS = 20.0
 
 
 def new_worker_id(name: str) -> str:
@@ -106,9 +107,7 @@ class Runtime:
         payload = self.mailbox.take(job, seq, self.worker)
         if payload is None or self._stopping.is_set():
             return None
-        delivery = Delivery(
-            task=ops.task_id(job, seq), op=op, request=_decoded(op, payload), channel=channel, seq=seq
-        )
+        delivery = Delivery(task=ops.task_id(job, seq), op=op, request=_decoded(op, payload), channel=channel, seq=seq)
         if not self.lanes.deliver(job, delivery):
             return None
         return _settled(delivery.done)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from lorry_jobs.paths import models_dir, store_dir
 from lorry_jobs.settings import QueueSettings
-from pydantic import Field
 
 
 class WorkerSettings(QueueSettings):

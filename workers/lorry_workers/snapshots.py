@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from redis.exceptions import RedisError
+
 from lorry_jobs import ops
 from lorry_jobs.checkpoint_paths import CheckpointPath
 from lorry_jobs.errors import LorryError, StateRolledBack
 from lorry_jobs.mailbox import Mailbox, Placement
 from lorry_jobs.types import CreateModelRequest
-from redis.exceptions import RedisError
 
 from .engine import training_state
 from .engine.checkpoints import Checkpoint, CheckpointStore, Origin

@@ -7,6 +7,7 @@ from typing import Any
 
 from celery import Celery, Task, bootsteps
 from celery.exceptions import Ignore
+
 from lorry_jobs import ops
 from lorry_jobs.errors import StaleOwner, UserError
 

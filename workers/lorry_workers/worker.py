@@ -7,6 +7,7 @@ import logging
 import platform
 
 import torch
+
 from lorry_jobs.celery_app import create_app
 from lorry_jobs.mailbox import queue_name
 from lorry_jobs.types import ModelInfo
@@ -26,9 +27,7 @@ SPARE_THREADS = 8
 
 def run_worker(model: str, settings: WorkerSettings, *, name: str | None = None) -> int:
     """Serve one base model until stopped. Returns the process's exit code."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     log.info("settings:\n%s", settings.describe())
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -47,7 +46,7 @@ def run_worker(model: str, settings: WorkerSettings, *, name: str | None = None)
         eos_token_ids=list(base.eos_token_ids),
     )
     engine = Engine(base, model_name, CheckpointStore(settings.store_dir), _options(settings))
-    return _serve(worker, lambda: Runtime(worker, engine, info, archive, settings), settings)
+    return serve(worker, lambda: Runtime(worker, engine, info, archive, settings), settings)
 
 
 def _load(location: str, settings: WorkerSettings) -> BaseModel:
@@ -72,7 +71,7 @@ def _options(settings: WorkerSettings) -> EngineOptions:
     )
 
 
-def _serve(worker: str, make_runtime, settings: WorkerSettings) -> int:  # type: ignore[no-untyped-def]
+def serve(worker: str, make_runtime, settings: WorkerSettings) -> int:  # type: ignore[no-untyped-def]
     app = create_app(settings, client_name=f"lorry-worker-{worker}")
     step, runtime = runtime_step(make_runtime)
     app.steps["worker"].add(step)

@@ -43,11 +43,11 @@ def _worker_spec(model: str, number: int) -> ProcessSpec:
     return ProcessSpec(
         name=f"worker-{label}",
         argv=(*PYTHON, "-m", "lorry_workers", "--model", model, "--name", label),
-        ready=_holds_a_lease,
+        ready=holds_a_lease,
     )
 
 
-def _holds_a_lease(url: str, pid: int) -> bool:
+def holds_a_lease(url: str, pid: int) -> bool:
     """Whether the worker in this process has loaded its model and announced itself.
 
     The pid tells it from the workers of a run that was killed, whose leases live on for some seconds, and

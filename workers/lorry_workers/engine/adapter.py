@@ -183,7 +183,7 @@ def read_adapter(
     device: torch.device | str = "cpu",
 ) -> Adapter:
     """The adapter of a peft folder's two files, for sampling: nothing in it is trained."""
-    return Adapter(tensors, peft.LoraConfig(**config), device=device, trainable=False)
+    return Adapter(tensors, peft.LoraConfig.from_peft_type(**config), device=device, trainable=False)
 
 
 def target_modules(model: nn.Module, config: LoraConfig) -> list[str]:

@@ -211,12 +211,15 @@ class CheckpointStore:
 
     def _publish(self, writing: Path, folder: Path, path: CheckpointPath, *, replace: bool) -> None:
         replaced = _replaced(folder)
-        if replace and folder.exists():
+        replacing = replace and folder.exists()
+        if replacing:
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
         try:
             writing.rename(folder)
         except OSError as error:
+            if replacing:
+                replaced.rename(folder)
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 raise CheckpointExists(f"{path} was saved by another op meanwhile") from error
             raise

@@ -92,29 +92,43 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- jobs
 
     def create_model(self, job: str, request: CreateModelRequest) -> GetInfoResponse:
-        """A new job with a fresh adapter. Without a seed, one is made from the job's id, so that a replay
-        of this op gives the same adapter."""
+        """A new job with a fresh adapter, or one that starts from a checkpoint. Without a seed, one is made
+        from the job's id, so that a replay of this op gives the same adapter."""
         with _located(job, "create_model"):
             if job in self.jobs:
                 raise UserError("the job exists already")
             if request.base_model != self.name:
                 raise UserError(f"this worker serves {self.name}, not {request.base_model}")
-            adapter = create_adapter(
-                self._shell,
-                request.lora,
-                base_model=self.name,
-                device=self._device,
-                fallback_seed=int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little"),
-            )
-            self.jobs[job] = JobState(
-                job=job,
-                base_model=self.name,
-                lora=request.lora.model_copy(update={"seed": adapter.seed}),
-                adapter=adapter,
-                adam=AdamState.zeros_like(adapter.flat),
-                user_metadata=dict(request.user_metadata or {}),
-            )
+            saved = self._load_checkpoint(request.from_checkpoint) if request.from_checkpoint else None
+            state = self._fresh_state(job, request if saved is None else _shaped_like(request, saved[0]))
+            if saved is not None:
+                training_state.read_state(state, saved[1], saved[0], optimizer=request.with_optimizer)
+            self.jobs[job] = state
             return self.info(job)
+
+    def _load_checkpoint(self, text: str) -> tuple[Manifest, Checkpoint]:
+        path = CheckpointPath.parse(text)
+        manifest, checkpoint = self.store.load(path)
+        if manifest.base_model != self.name:
+            raise UserError(f"{path} is of {manifest.base_model}, but this worker serves {self.name}")
+        return manifest, checkpoint
+
+    def _fresh_state(self, job: str, request: CreateModelRequest) -> JobState:
+        adapter = create_adapter(
+            self._shell,
+            request.lora,
+            base_model=self.name,
+            device=self._device,
+            fallback_seed=int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little"),
+        )
+        return JobState(
+            job=job,
+            base_model=self.name,
+            lora=request.lora.model_copy(update={"seed": adapter.seed}),
+            adapter=adapter,
+            adam=AdamState.zeros_like(adapter.flat),
+            user_metadata=dict(request.user_metadata or {}),
+        )
 
     def info(self, job: str) -> GetInfoResponse:
         state = self.state(job)
@@ -249,9 +263,7 @@ class Engine:
         key = _version(manifest)
         adapter = self._samplers.get(key)
         if adapter is None:
-            manifest, checkpoint = self.store.load(path)
-            if manifest.base_model != self.name:
-                raise UserError(f"{path} is of {manifest.base_model}, but this worker serves {self.name}")
+            manifest, checkpoint = self._load_checkpoint(str(path))
             adapter = read_adapter(checkpoint.adapter, checkpoint.adapter_config, device=self._device)
             key = _version(manifest)
             self._samplers[key] = adapter
@@ -273,6 +285,10 @@ def check_head(base: BaseModel, head: Head) -> None:
         raise ServiceError(
             f"{type(base.model).__name__} changes the logits after its output layer, which Lorry does not know"
         )
+
+
+def _shaped_like(request: CreateModelRequest, manifest: Manifest) -> CreateModelRequest:
+    return request.model_copy(update={"lora": manifest.lora})
 
 
 def _version(manifest: Manifest) -> tuple[str, str]:

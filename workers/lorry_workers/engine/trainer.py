@@ -52,7 +52,12 @@ class Trainer:
         self.body = base.model.base_model
         self.checkpointed: list[GradientCheckpointingLayer] = []
         if activation_checkpointing:
-            base.model.gradient_checkpointing_enable({"use_reentrant": False})
+            model = base.model
+            # transformers 5.24 renamed the method and warns about the old name.
+            new_name = hasattr(model, "activation_checkpointing_enable")
+            enable = model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            model.disable_input_require_grads()  # needed by re-entrant checkpointing only
             self.checkpointed = [m for m in self.body.modules() if isinstance(m, GradientCheckpointingLayer)]
 
     def forward(
