@@ -6,7 +6,6 @@ All come from environment variables with the prefix LORRY_ (LORRY_URL, LORRY_LEA
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -47,8 +46,6 @@ class QueueSettings(BaseSettings):
 
 
 def masked_url(url: str) -> str:
-    """The URL with every password in it replaced by ***."""
-    parts = urlsplit(url)
-    netloc = re.sub(r":[^:@]*@", ":***@", parts.netloc) if parts.password is not None else parts.netloc
-    query = re.sub(r"(?i)(password=)[^&]*", r"\1***", parts.query)
-    return urlunsplit(parts._replace(netloc=netloc, query=query))
+    """The URL with every password in it replaced by ***. Up to the last @, should it not be percent-encoded."""
+    url = re.sub(r"://([^:@/?#]*):.*@", r"://\1:***@", url)
+    return re.sub(r"(?i)(password=)[^&#]*", r"\1***", url)

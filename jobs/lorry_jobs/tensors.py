@@ -17,6 +17,7 @@ FLOAT_INPUTS = ("weights", "advantages", "logprobs", "mask", "sequence_ratio_mas
 INT_INPUTS = ("target_tokens",)
 IGNORED_TARGET = -100
 """A target with this value has weight 0, as in transformers and PyTRIO."""
+MAX_CSR_CELLS = 2**26
 
 
 class LorryModel(BaseModel):
@@ -136,8 +137,12 @@ class TensorData(LorryModel):
             dtype = "float32" if values.dtype.kind == "f" else "int64"
         if dtype not in ("float32", "int64"):
             raise UserError(f"dtype must be 'float32' or 'int64', got {dtype!r}")
-        if dtype == "int64" and values.dtype.kind == "f" and np.any(values != np.trunc(values)):
-            raise UserError("int64 data has fractional values")
+        if (
+            dtype == "int64"
+            and values.dtype.kind == "f"
+            and not np.all(np.isfinite(values) & (values == np.trunc(values)))
+        ):
+            raise UserError("int64 data has fractional or infinite values")
         values = values.astype(dtype)
         if sparse_crow_indices is not None or sparse_col_indices is not None:
             values = dense_from_csr(values, sparse_crow_indices, sparse_col_indices, shape)
@@ -207,6 +212,8 @@ def dense_from_csr(
     if shape is None or len(shape) != 2 or crow_indices is None or col_indices is None:
         raise UserError("a CSR tensor needs sparse_crow_indices, sparse_col_indices and a shape of two numbers")
     rows, cols = (int(n) for n in shape)
+    if rows * cols > MAX_CSR_CELLS:  # before anything is allocated: a few bytes could ask for terabytes
+        raise UserError(f"a CSR tensor of shape ({rows}, {cols}) has more than {MAX_CSR_CELLS} cells")
     crow, col = np.asarray(crow_indices, np.int64), np.asarray(col_indices, np.int64)
     counts = np.diff(crow)
     if len(crow) != rows + 1 or (len(crow) and crow[0] != 0) or np.any(counts < 0) or crow[-1] != len(col):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,17 @@ class SampleRequest:
     topk_prompt_logprobs: int = 0
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Bytes that do not parse, or whose parts do not fit together, are the sender's mistake."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (DecodeError, ValueError, LookupError) as error:
+        raise UserError(f"the bytes are not a {what}: {error}") from None
+
+
 # ------------------------------------------------------------------------------------------------ training batches
 
 
@@ -71,8 +83,9 @@ def encode_batch(
     return message.SerializeToString(deterministic=True)
 
 
+@_reading("ForwardBackwardRequest")
 def decode_batch(payload: bytes) -> TrainingBatch:
-    message = _parse(pb.ForwardBackwardRequest(), payload)
+    message = pb.ForwardBackwardRequest.FromString(payload)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -85,9 +98,9 @@ def _decode_datum(row: pb.Datum) -> Datum:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise UserError("this base model reads text only, but the request holds an image")
         pieces.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
-    tokens = np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
     inputs = {name: _decode_tensor(tensor) for name, tensor in row.loss_fn_inputs.items()}
-    return Datum(ModelInput(tokens=tokens), inputs)
+    return Datum(ModelInput.from_ints(tokens), inputs)
 
 
 def _encode_tensor(message: pb.Tensor, tensor: TensorData) -> None:
@@ -152,8 +165,9 @@ def _encode_record(record: pb.ArrayRecord, run: list[dict[str, TensorData]]) -> 
         field.trailing_shape.extend(arrays[0].shape[1:])
 
 
+@_reading("ForwardBackwardOutput")
 def decode_output(payload: bytes, *, cycle: int | None = None) -> ForwardBackwardOutput:
-    message = _parse(pb.ForwardBackwardOutput(), payload)
+    message = pb.ForwardBackwardOutput.FromString(payload)
     rows: list[dict[str, TensorData]] = []
     for record in message.loss_fn_outputs:
         fresh: list[dict[str, TensorData]] = [{} for _ in range(record.num_datums)]
@@ -205,8 +219,9 @@ def encode_sample_request(request: SampleRequest) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
+@_reading("SampleRequest")
 def decode_sample_request(payload: bytes) -> SampleRequest:
-    message = _parse(pb.SampleRequest(), payload)
+    message = pb.SampleRequest.FromString(payload)
     given = message.params
     stop: list[str] | None = list(given.stop_strings) or None
     params = SamplingParams(
@@ -221,7 +236,7 @@ def decode_sample_request(payload: bytes) -> SampleRequest:
     return SampleRequest(
         base_model=message.base_model,
         model_path=message.model_path or None,
-        prompt=ModelInput(tokens=np.frombuffer(message.prompt, "<i4").astype(np.int64)),
+        prompt=ModelInput.from_ints(np.frombuffer(message.prompt, "<i4")),
         num_samples=message.num_samples,
         params=params,
         prompt_logprobs=message.prompt_logprobs,
@@ -255,9 +270,10 @@ def _encode_topk(message: pb.TopkLogprobs, rows: list[list[tuple[int, float]] | 
     message.token_ids, message.logprobs = ids.tobytes(), logprobs.tobytes()
 
 
+@_reading("SampleResponse")
 def decode_sample_response(payload: bytes, texts: Sequence[str | None] | None = None) -> SampleResponse:
     """`texts`: the decoded text of each sequence, which the binary format has no place for."""
-    message = _parse(pb.SampleResponse(), payload)
+    message = pb.SampleResponse.FromString(payload)
     sequences = []
     for index, item in enumerate(message.sequences):
         sequences.append(
@@ -291,11 +307,3 @@ def _decode_topk(message: pb.TopkLogprobs) -> list[list[tuple[int, float]] | Non
         ]
         rows.append(cells or None)
     return rows
-
-
-def _parse(message: Any, payload: bytes) -> Any:
-    try:
-        message.ParseFromString(payload)
-    except DecodeError as error:
-        raise UserError(f"the request's bytes are not a {type(message).__name__}: {error}") from None
-    return message

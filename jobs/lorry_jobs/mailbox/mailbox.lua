@@ -82,6 +82,14 @@ local function disown(job)
   R('HSET', job_key(job), 'owner', '', 'released', R('HGET', job_key(job), 'committed'))
 end
 
+-- The owner gives the job and its slot back.
+local function leave(job, worker)
+  if R('SREM', P .. 'worker:' .. worker .. ':jobs', job) == 1 then
+    give_back(P .. 'workers:slots:' .. R('HGET', job_key(job), 'model'), worker)
+  end
+  disown(job)
+end
+
 local function place(job, model, avoid)
   local worker = pick_worker(P .. 'workers:slots:' .. model, avoid)
   if not worker then
@@ -98,10 +106,8 @@ end
 
 local function drop_payload(job, seq)
   local size = R('HSTRLEN', job_key(job) .. ':payloads', seq)
-  if size > 0 then
-    R('HDEL', job_key(job) .. ':payloads', seq)
-    R('HINCRBY', job_key(job), 'queued_bytes', -size)
-  end
+  R('HDEL', job_key(job) .. ':payloads', seq)
+  if size > 0 then R('HINCRBY', job_key(job), 'queued_bytes', -size) end
 end
 
 -- Resolve cancelled ops that have reached the head of the chain. They count as committed and leave no effect.
@@ -149,10 +155,16 @@ local function release(job, avoid)
   return count
 end
 
--- Fail everything that is queued on a failed job, in order, without running it.
+-- Give free places to the jobs that have waited longest.
+local function place_unplaced(model)
+  for _, job in ipairs(R('ZRANGE', P .. 'unplaced:' .. model, 0, 15)) do release(job) end
+end
+
+-- Fail everything that is queued on a failed job, in order, without running it. What was cancelled stays cancelled.
 local function drain_failed(job, template, ttl)
   local k = job_key(job)
   while true do
+    pass_cancelled(job, ttl)
     local seq = tonumber(R('HGET', k, 'committed')) + 1
     local envelope = R('HGET', k .. ':ops', seq)
     if not envelope then break end
@@ -333,6 +345,7 @@ function F.close(job)
   R('ZREM', P .. 'unplaced:' .. model, job)
   R('ZREM', P .. 'jobs', job)
   R('DEL', k, k .. ':ops', k .. ':payloads', k .. ':digests', k .. ':cancelled')
+  place_unplaced(model)
   return 'ok'
 end
 
@@ -349,7 +362,7 @@ function F.hello(worker, model, slots, seats, lease_ms, info, model_info)
     R('ZADD', P .. 'workers:seats:' .. model, seats, worker)
     R('HSET', P .. 'models', model, model_info)
   end
-  for _, job in ipairs(R('ZRANGE', P .. 'unplaced:' .. model, 0, 15)) do release(job) end
+  place_unplaced(model)
   seat_waiting(model)
   return 'ok'
 end
@@ -453,20 +466,20 @@ end
 -- Hand a job back (drain, eviction). -> ok | stale
 function F.yield(job, worker, epoch)
   if not owns(job, worker, epoch) then return 'stale' end
-  local model = R('HGET', job_key(job), 'model')
-  if R('SREM', P .. 'worker:' .. worker .. ':jobs', job) == 1 then
-    give_back(P .. 'workers:slots:' .. model, worker)
-  end
-  disown(job)
+  leave(job, worker)
+  place_unplaced(R('HGET', job_key(job), 'model'))  -- those that wait come before the one that leaves
   release(job, worker)
   return 'ok'
 end
 
--- Nothing can bring this job's state back: fail what is queued and all that comes. -> ok | stale
+-- Nothing can bring this job's state back: fail what is queued and all that comes; it needs no worker any more.
+-- -> ok | stale
 function F.fail(job, worker, epoch, template, ttl)
   if not owns(job, worker, epoch) then return 'stale' end
   R('HSET', job_key(job), 'state', 'failed', 'why', template)
   drain_failed(job, template, ttl)
+  leave(job, worker)
+  place_unplaced(R('HGET', job_key(job), 'model'))
   return 'ok'
 end
 
