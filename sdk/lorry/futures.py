@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
@@ -96,7 +97,7 @@ class APIFuture(Generic[T]):
             self.result(timeout)
         except WaitTimeout:
             raise
-        except LorryError as error:
+        except Exception as error:  # not a LorryError: from the function given to `map`
             if self.done():
                 return error
             raise
@@ -129,7 +130,7 @@ class APIFuture(Generic[T]):
         def copy() -> None:
             try:
                 plain.set_result(self._get())
-            except LorryError as error:
+            except Exception as error:  # noqa: BLE001  what `map`'s function raised belongs to the waiter, too
                 plain.set_exception(error)
 
         self._when_done(copy)
@@ -137,14 +138,14 @@ class APIFuture(Generic[T]):
 
     def map(self, function: Callable[[T], U]) -> APIFuture[U]:
         """A future whose value is `function(value)`; the op runs once."""
-        mapped: APIFuture[U] = APIFuture(
-            self._process,
-            self.task_id,
-            self.op,
-            lambda _: function(self._get()),
-            job=self.job,
-            seq=self.seq,
-        )
+
+        def decode(outcome: Outcome) -> U:
+            self._resolve(outcome)  # the listener may tell the two in either order
+            return function(self._get())
+
+        mapped = APIFuture(self._process, self.task_id, self.op, decode, job=self.job, seq=self.seq)
+        if not self.done():
+            self._process.watch(mapped)  # so that waits on it, too, hear why they wait
         self._when_done(lambda: mapped._resolve(self._outcome))
         return mapped
 
@@ -166,7 +167,10 @@ class APIFuture(Generic[T]):
         for waiter in waiters:
             _finish(waiter, None)
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # the user's; the listener's thread must go on
+                log.exception("a callback of %s (%s) failed", self.op, self.task_id)
 
     def _interrupt(self, error: LorryError) -> None:
         """End the present waits with an error that is not the op's own; the op goes on."""
@@ -297,16 +301,21 @@ class Submission(APIFuture[T], Coroutine[Any, Any, Any]):
     def cancel(self, msg: object = _BY_USER) -> bool:
         """Withdraw the op if no worker has it yet.
 
-        asyncio calls this too, with `msg`, when a `gather` over submissions is cancelled or times out. That ends
-        the wait and never the op.
+        asyncio calls this too, when a `gather` over submissions is cancelled (with `msg`), or when Python 3.11's
+        `wait_for` of one times out. That ends the wait and never the op.
         """
-        if msg is _BY_USER:
+        if msg is _BY_USER and not _asked_by_asyncio():
             return self._inner.cancel()
         self._wait_cancelled = True
         callbacks, self._asyncio_callbacks = self._asyncio_callbacks, []
         for call in callbacks:
             call.run(self)
         return True
+
+    def result(self, timeout: float | None = None) -> T:
+        if self._wait_cancelled and _asked_by_asyncio():  # Python 3.11's `wait_for`, after its timeout
+            raise asyncio.CancelledError
+        return super().result(timeout)
 
     def _make_cancelled_error(self) -> BaseException:
         if self._wait_cancelled:
@@ -376,6 +385,11 @@ class Submission(APIFuture[T], Coroutine[Any, Any, Any]):
 
     def __del__(self) -> None:
         """Never awaited is fine: the op runs all the same."""
+
+
+def _asked_by_asyncio() -> bool:
+    """Whether the method that asks was called by asyncio and not by the user's own code."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("asyncio.")
 
 
 @dataclass(eq=False)

@@ -57,6 +57,14 @@ class Listener:
         with self._lock:
             self._open.setdefault(future.task_id, set()).add(future)
 
+    def forget(self, future: APIFuture[Any]) -> None:
+        """Others may watch the same task; they go on."""
+        with self._lock:
+            watchers = self._open.get(future.task_id, set())
+            watchers.discard(future)
+            if not watchers:
+                self._open.pop(future.task_id, None)
+
     def resolve(self, outcome: Outcome) -> None:
         """Give an outcome to everyone who watches this task."""
         with self._lock:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from lorry_jobs.errors import Backpressure, LorryError
+from lorry_jobs.errors import Backpressure, LorryError, ServiceError
 
 from .link import Link
 
@@ -80,6 +80,9 @@ class Outbox:
                 time.sleep(delay)
                 delay = min(delay * 2, DOWN_RETRY_SECONDS[1])
                 continue
+            except Exception as error:
+                log.exception("an op could not be sent")
+                letter.refuse(ServiceError(f"the op could not be sent: {error!r}"))
             self._link.works()
             delay = DOWN_RETRY_SECONDS[0]
             self._sent(lane)

@@ -131,10 +131,19 @@ class ClientProcess:
             )
 
         def refuse(error: LorryError) -> None:
-            self._listener.resolve(Outcome(task, error, {}, None, False))
+            self._listener.forget(future)
+            future._resolve(Outcome(task, error, {}, None, False))
 
         self._outbox.post(lane, Letter(send, refuse))
         return future
+
+    def watch(self, future: APIFuture[Any]) -> None:
+        """Resolve `future`, too, when the result of its task comes."""
+        self._listener.watch(future)
+
+    def resolve(self, outcome: Outcome) -> None:
+        """Give this outcome to whoever waits for its task: for what was found out here and not by a worker."""
+        self._listener.resolve(outcome)
 
     async def admission(self) -> None:
         """Wait while the outbox is full. Never depends on anyone awaiting a result."""

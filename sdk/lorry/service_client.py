@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import logging
+import math
 import secrets
 import threading
 import time
@@ -30,6 +33,7 @@ from .settings import ClientSettings
 from .tokenizers import load_tokenizer, tokenizer_cache, unpack_tokenizer
 from .training_client import TrainingClient
 
+log = logging.getLogger("lorry")
 T = TypeVar("T")
 
 MODEL_POLL_SECONDS = 0.5
@@ -133,7 +137,12 @@ class ServiceClient:
     def create_sampling_client_async(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> Submission[SamplingClient]:
-        return self._at_once("create_sampling_client", lambda: self.create_sampling_client(model_path, base_model))
+        def create() -> SamplingClient:
+            return self.create_sampling_client(model_path, base_model)
+
+        if model_path is None and base_model is not None and base_model not in self._known_models():
+            return self._in_background("create_sampling_client", create)
+        return self._at_once("create_sampling_client", create)
 
     # ------------------------------------------------------------------------------------------------ information
 
@@ -235,13 +244,21 @@ class ServiceClient:
             )
 
     def _model_info(self, base_model: str) -> ModelInfo:
-        """What a worker said of the model. Waits for the first worker, if there has never been one."""
+        """What a worker said of the model. Waits for the first worker, if there has never been one, and says so."""
+        say_at = time.monotonic() + self._process.settings.notice_after_seconds
         while base_model not in self._models:
             text = self._known_models().get(base_model)
             if text is not None:
                 self._models[base_model] = ModelInfo.model_validate_json(text)
                 break
             self._refuse_unknown(base_model)
+            if time.monotonic() > say_at:
+                say_at = math.inf
+                log.warning(
+                    "no live worker serves '%s'; waiting until one appears: lorry worker --model %s",
+                    base_model,
+                    base_model,
+                )
             time.sleep(MODEL_POLL_SECONDS)
         return self._models[base_model]
 
@@ -250,4 +267,19 @@ class ServiceClient:
         value = function()
         future: APIFuture[T] = APIFuture(self._process, op, op, lambda _: value)
         future._resolve(Outcome(op, None, {}, None, False))
+        return Submission(future, levels=1)
+
+    def _in_background(self, op: str, function: Callable[[], T]) -> Submission[T]:
+        """As `_at_once`, for a call that has to wait for the first worker: an event loop must not stand still."""
+        value: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future: APIFuture[T] = APIFuture(self._process, op, op, lambda _: value.result())
+
+        def run() -> None:
+            try:
+                value.set_result(function())
+            except Exception as error:  # noqa: BLE001  raised again where the value is asked for
+                value.set_exception(error)
+            future._resolve(Outcome(op, None, {}, None, False))
+
+        threading.Thread(target=run, name=f"lorry-{op}", daemon=True).start()
         return Submission(future, levels=1)

@@ -29,6 +29,9 @@ class _Settled:
     async def result_async(self, timeout: float | None = None) -> Any:
         return self._plain
 
+    def __hash__(self) -> int:  # asyncio.gather wants what it waits for to be hashable; lists are not
+        return id(self)
+
 
 _view_classes: dict[type, Any] = {}
 

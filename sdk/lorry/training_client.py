@@ -26,6 +26,7 @@ from lorry_jobs.types import (
 )
 
 from .check import check_batch
+from .custom_loss import CustomLoss, CustomPass, targets_only
 from .futures import APIFuture, Submission
 from .process import ClientProcess
 from .sampling_client import SamplingClient
@@ -90,6 +91,41 @@ class TrainingClient:
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Submission[ForwardBackwardOutput]:
         return Submission(self.forward_backward(data, loss_fn, loss_fn_config), levels=2)
+
+    def forward_backward_custom(
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss,
+        loss_type_input: str = "logprobs",
+        *,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """forward_backward with your own loss, computed here with torch on the log-probabilities of the targets.
+
+        `loss_fn(data, logprobs)` gets one float32 tensor per datum, in the shape of its target_tokens, and returns
+        (scalar loss, metrics); with `loss_fn_config` it gets that as third argument. It runs on a thread of this
+        process. The result's `loss` is its loss, `metrics` hold its metrics. Costs one forward more.
+        """
+        if loss_type_input != "logprobs":
+            raise UserError(f"loss_type_input can only be 'logprobs', got {loss_type_input!r}")
+        rows = check_batch(data, "cross_entropy", self._model, ops.FORWARD_BACKWARD)
+        with self._lock:
+            forward = self._batch(ops.FORWARD, targets_only(rows), "cross_entropy", None)
+            custom = CustomPass(self._process, self.model_id, self._next_seq, rows, loss_fn, loss_fn_config)
+            self._next_seq += 1
+        custom.start(forward)
+        return custom.future
+
+    def forward_backward_custom_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss,
+        loss_type_input: str = "logprobs",
+        *,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Submission[ForwardBackwardOutput]:
+        custom = self.forward_backward_custom(data, loss_fn, loss_type_input, loss_fn_config=loss_fn_config)
+        return Submission(custom, levels=2)
 
     def optim_step(self, adam_params: AdamParams | None = None) -> APIFuture[OptimStepResponse]:
         """One AdamW step with the accumulated gradients, which are then zero again."""
