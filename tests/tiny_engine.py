@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import peft
 import torch
-from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
 from lorry_jobs.types import CreateModelRequest, Datum, LoraConfig, ModelInput
 from lorry_workers.base_model import BaseModel, load_base_model
 from lorry_workers.engine.checkpoints import CheckpointStore
 from lorry_workers.engine.engine import Engine, EngineOptions
+from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 
 MAKERS = {"llama": make_tiny_llama, "qwen3": make_tiny_qwen3}
 

@@ -7,12 +7,12 @@ import warnings
 import peft
 import pytest
 import torch
-from tests.tiny_engine import load_base, peft_model, targets
 from torch import nn
 
 from lorry_jobs.errors import UserError
 from lorry_jobs.types import LoraConfig
 from lorry_workers.engine.adapter import create_adapter, make_shell, read_adapter, target_modules
+from tests.tiny_engine import load_base, peft_model, targets
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen3", True)])

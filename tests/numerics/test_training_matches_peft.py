@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.tiny_engine import create_job, make_engine, peft_model, random_data, randomize, targets
 
 from lorry_jobs.types import AdamParams, Datum, ModelInput
 from lorry_workers.engine.lora_linear import Segment
 from lorry_workers.engine.losses import LOSSES
+from tests.tiny_engine import create_job, make_engine, peft_model, random_data, randomize, targets
 
 JOB = "a1:train:0"
 LENGTHS = [23, 5, 40, 17, 1]

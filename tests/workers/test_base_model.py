@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import CONTEXT_LENGTH, make_tiny_llama, make_tiny_qwen3
 
 from lorry_jobs.errors import UnknownModel, UserError
 from lorry_workers.base_model import load_base_model, parse_model_spec, resolve_model_path
+from tests.tiny_models import CONTEXT_LENGTH, make_tiny_llama, make_tiny_qwen3
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32):

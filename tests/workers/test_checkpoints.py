@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_engine import create_job, make_engine, peft_model, random_data, randomize
 
 from lorry_jobs.checkpoint_paths import CheckpointPath
 from lorry_jobs.errors import CheckpointExists, CheckpointNotFound, ServiceError, UserError
@@ -17,6 +16,7 @@ from lorry_jobs.types import AdamParams, LoadStateRequest, LoraConfig, ModelInpu
 from lorry_jobs.wire import SampleRequest
 from lorry_workers.engine import checkpoints
 from lorry_workers.engine.checkpoints import Checkpoint, CheckpointStore, Origin
+from tests.tiny_engine import create_job, make_engine, peft_model, random_data, randomize
 
 JOB = "a1:train:0"
 PATH = CheckpointPath(JOB, "weights", "one")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.tiny_engine import create_job, make_engine, random_data, randomize
-from tests.tiny_models import CONTEXT_LENGTH
 
 from lorry_jobs.errors import JobNotFound, UserError
 from lorry_jobs.types import AdamParams, CreateModelRequest, Datum, LoraConfig, ModelInput, SaveRequest
+from tests.tiny_engine import create_job, make_engine, random_data, randomize
+from tests.tiny_models import CONTEXT_LENGTH
 
 JOB = "a1:train:0"
 

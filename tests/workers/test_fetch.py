@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
 from lorry_jobs.errors import ServiceError, UnknownModel, UserError
@@ -18,6 +17,7 @@ from lorry_workers import fetch
 from lorry_workers.base_model import load_base_model
 from lorry_workers.fetch import MANIFEST_NAME, PROBE_TEXT, check_model, fetch_model, is_complete
 from lorry_workers.models_cli import find_models, models
+from tests.tiny_models import make_tiny_llama
 
 QUIET = Console(quiet=True)
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.tiny_engine import create_job, make_engine, randomize
-from tests.tiny_models import CONTEXT_LENGTH
 
 from lorry_jobs.errors import OpCancelled, UserError
 from lorry_jobs.types import Datum, ModelInput, SamplingParams
 from lorry_workers.engine.sampler import choose
+from tests.tiny_engine import create_job, make_engine, randomize
+from tests.tiny_models import CONTEXT_LENGTH
 
 JOB = "a1:train:0"
 PROMPT = [11, 205, 33, 42, 300]

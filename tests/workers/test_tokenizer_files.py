@@ -9,12 +9,12 @@ import sys
 import zipfile
 
 import pytest
-from tests.tiny_models import make_tiny_llama
 
 from lorry.tokenizers import MAX_UNPACKED_BYTES, load_tokenizer, unpack_tokenizer
 from lorry_jobs.errors import ServiceError
 from lorry_workers.base_model import load_base_model
 from lorry_workers.tokenizer_files import pack_tokenizer
+from tests.tiny_models import make_tiny_llama
 
 TEXT = "Two  lorries, 12 crates:\n\n\tnaïve 数字 🙂"
 MESSAGES = [{"role": "user", "content": "How far?"}]
