@@ -138,16 +138,7 @@ class APIFuture(Generic[T]):
 
     def map(self, function: Callable[[T], U]) -> APIFuture[U]:
         """A future whose value is `function(value)`; the op runs once."""
-
-        def decode(outcome: Outcome) -> U:
-            self._resolve(outcome)  # the listener may tell the two in either order
-            return function(self._get())
-
-        mapped = APIFuture(self._process, self.task_id, self.op, decode, job=self.job, seq=self.seq)
-        if not self.done():
-            self._process.watch(mapped)  # so that waits on it, too, hear why they wait
-        self._when_done(lambda: mapped._resolve(self._outcome))
-        return mapped
+        return _Mapped(self, function)
 
     @property
     def async_result(self) -> AsyncResult:
@@ -258,7 +249,54 @@ def _finish(waiter: concurrent.futures.Future[None], error: BaseException | None
 APIFutureResult = APIFuture
 
 
-class Submission(APIFuture[T], Coroutine[Any, Any, Any]):
+class _View(APIFuture[T]):
+    """Another face of one future: it has no state of its own, so that every wait is a wait on `inner`."""
+
+    def __init__(self, inner: APIFuture[Any]) -> None:
+        self.task_id, self.op, self.job, self.seq = inner.task_id, inner.op, inner.job, inner.seq
+        self._process = inner._process
+        self._inner = inner
+
+    def _new_waiter(self) -> concurrent.futures.Future[None]:
+        return self._inner._new_waiter()
+
+    def _forget_waiter(self, waiter: concurrent.futures.Future[None]) -> None:
+        self._inner._forget_waiter(waiter)
+
+    def _when_done(self, callback: Callable[[], object]) -> None:
+        self._inner._when_done(callback)
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def cancelled(self) -> bool:
+        return self._inner.cancelled()
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def __del__(self) -> None:
+        """The inner future reports an error that nobody looked at. Never awaited is fine: the op runs all the same."""
+
+
+class _Mapped(_View[U]):
+    """What `future.map(function)` gives."""
+
+    def __init__(self, inner: APIFuture[Any], function: Callable[[Any], U]) -> None:
+        super().__init__(inner)
+        self._function = function
+        self._once = threading.Lock()
+        self._mapped: tuple[U] | None = None
+
+    def _get(self) -> U:
+        value = self._inner._get()
+        with self._once:
+            if self._mapped is None:
+                self._mapped = (self._function(value),)
+            return self._mapped[0]
+
+
+class Submission(_View[T], Coroutine[Any, Any, Any]):
     """What `op_async(...)` returns. The op is submitted already; this object suits every way of waiting for it:
 
     `await sub` gives the `APIFuture` (for ops of two levels) or the value (for ops of one level);
@@ -270,30 +308,15 @@ class Submission(APIFuture[T], Coroutine[Any, Any, Any]):
     _asyncio_future_blocking = False
 
     def __init__(self, inner: APIFuture[T], *, levels: int) -> None:
-        self.task_id, self.op, self.job, self.seq = inner.task_id, inner.op, inner.job, inner.seq
-        self._process = inner._process
-        self._inner = inner
+        super().__init__(inner)
         self._levels = levels
         self._steps: Generator[Any, None, Any] | None = None
         self._wait_cancelled = False
         self._asyncio_callbacks: list[_LoopCall] = []
-        self._retrieved = True  # the inner future reports an error that nobody looked at
-
-    # An APIFuture in every respect: all state is the inner one's.
-    def _new_waiter(self) -> concurrent.futures.Future[None]:
-        return self._inner._new_waiter()
-
-    def _forget_waiter(self, waiter: concurrent.futures.Future[None]) -> None:
-        self._inner._forget_waiter(waiter)
-
-    def _when_done(self, callback: Callable[[], object]) -> None:
-        self._inner._when_done(callback)
 
     def _get(self) -> T:
-        return settle(self._inner._get()) if self._levels == 1 else self._inner._get()
-
-    def done(self) -> bool:
-        return self._inner.done()
+        value: T = self._inner._get()
+        return settle(value) if self._levels == 1 else value
 
     def cancelled(self) -> bool:
         return self._wait_cancelled or self._inner.cancelled()
@@ -320,9 +343,9 @@ class Submission(APIFuture[T], Coroutine[Any, Any, Any]):
     def _make_cancelled_error(self) -> BaseException:
         if self._wait_cancelled:
             return asyncio.CancelledError()
-        assert self._inner._outcome is not None
-        assert self._inner._outcome.error is not None
-        return self._inner._outcome.error
+        error = self._inner.exception()
+        assert error is not None
+        return error
 
     def __await__(self) -> Generator[Any, None, Any]:
         if self._levels == 1:
@@ -382,9 +405,6 @@ class Submission(APIFuture[T], Coroutine[Any, Any, Any]):
     def close(self) -> None:
         if self._steps is not None:
             self._steps.close()
-
-    def __del__(self) -> None:
-        """Never awaited is fine: the op runs all the same."""
 
 
 def _asked_by_asyncio() -> bool:

@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from lorry_jobs import ops, results, transport
 from lorry_jobs.celery_app import QUEUE, create_app
@@ -58,7 +61,7 @@ class ClientProcess:
         self.app = create_app(settings, client_name=f"lorry-client-{self.client_id}")
         self.link = Link(settings.redis_url, settings.connect_timeout_seconds)
         try:
-            self.redis.ping()
+            _ping(settings)
         except (RedisError, OSError) as error:
             raise self.link.unreachable(error) from None
         self._notices = Notices()
@@ -215,3 +218,12 @@ class ClientProcess:
             log.error(
                 "%d submitted ops did not reach the server within %.0f s and are lost", left, time.monotonic() - started
             )
+
+
+def _ping(settings: ClientSettings) -> None:
+    """One try on a connection of its own: a server that takes connections and never answers is away, too."""
+    patience = settings.connect_timeout_seconds
+    with Redis.from_url(
+        settings.redis_url, socket_connect_timeout=patience, socket_timeout=patience, retry=Retry(NoBackoff(), 0)
+    ) as redis:
+        redis.ping()

@@ -29,6 +29,9 @@ class _Settled:
     async def result_async(self, timeout: float | None = None) -> Any:
         return self._plain
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self._plain == (other._plain if isinstance(other, _Settled) else other))
+
     def __hash__(self) -> int:  # asyncio.gather wants what it waits for to be hashable; lists are not
         return id(self)
 

@@ -77,6 +77,31 @@ class HandWorker:
         )
         assert pipe.execute() == [b"ok"]
 
+    def commit_steps(self, job: str, last: int) -> None:
+        """Commit the optim_steps 1 to `last` in one go; all of them must be there."""
+        placement = self._take(job, 1)
+        channel = self._channel(job, 1)
+        pipe = self.mailbox.redis.pipeline(transaction=False)
+        for seq in range(1, last + 1):
+            task = ops.task_id(job, seq)
+            record, _ = results.success(task, {"metrics": {"seq": float(seq)}})
+            self.mailbox.commit(
+                job,
+                seq,
+                self.name,
+                placement.epoch,
+                task=task,
+                meta=record,
+                output=b"",
+                ttl=TTL,
+                channel=channel,
+                incomplete="-",
+                effect="1",
+                cost_ms=1.0,
+                pipe=pipe,
+            )
+        assert set(pipe.execute()) == {b"ok"}
+
     def answer(self, task: str, tokens: list[int]) -> None:
         """Finish a sampling request."""
         deadline = time.monotonic() + 20

@@ -173,6 +173,8 @@ class Clock:
     def _sample(self) -> None:
         for delivery in self._lanes.take_requests(REQUESTS_PER_CYCLE):
             try:
+                if isinstance(delivery.request, Exception):  # its bytes could not be read
+                    raise delivery.request
                 response = self._engine.sample(delivery.request)
             except Exception as error:
                 if not isinstance(error, LorryError):
