@@ -428,3 +428,14 @@ def test_sampling_past_the_clients_checks(sampler: lorry.SamplingClient, prompt:
     with pytest.raises(UserError, match="nobody"):
         process.submit_request(QWEN_SMALL, ops.SAMPLE, missing, lambda outcome: outcome).result(60)
     assert len(sampler.sample(PROMPT, 1, params).result(60).sequences[0].tokens) == 2
+
+
+def test_an_op_that_the_worker_does_not_know_fails_in_its_turn(service: lorry.ServiceClient) -> None:
+    """As from a client that is newer than the worker. Celery knows no such task, and the chain must go on."""
+    client = service.create_lora_training_client(QWEN_SMALL, rank=2)
+    before = client.forward_backward(random_batch(1))
+    unknown = client._submit("distill", lambda seq: b"request", lambda outcome: None)
+    after = client.optim_step()
+    assert before.result(60).loss > 0
+    assert isinstance(unknown.exception(60), lorry.LorryError)
+    assert after.result(60).metrics["grad_norm"] > 0

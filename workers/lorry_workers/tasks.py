@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from celery import Celery, Task, bootsteps
 from celery.exceptions import Ignore
+from celery.signals import task_unknown
 
-from lorry_jobs import ops
+from lorry_jobs import ops, transport
 from lorry_jobs.errors import StaleOwner, UserError
 
 from .lanes import Outcome
@@ -48,6 +50,17 @@ def register_tasks(app: Celery, runtime: Callable[[], Runtime]) -> None:
 
     for op in ops.CHAIN_OPS:
         op_task(op)
+
+    # An op of a newer client. Celery would only report it, and the job's chain would wait for its commit for ever;
+    # run like any other, it fails in its turn, with the reason.
+    def unknown(sender: Any, name: str, message: Any, **_: Any) -> None:
+        headers = message.headers
+        if headers.get(transport.JOB) is not None:
+            op, job, seq = name.removeprefix("lorry."), headers[transport.JOB], headers[transport.SEQ]
+            arguments = (op, job, seq, headers.get(transport.CHANNEL) or "")
+            threading.Thread(target=runtime().run_op, args=arguments, daemon=True).start()
+
+    task_unknown.connect(unknown, weak=False)
 
     @app.task(base=OpTask, bind=True, name=ops.task_name(ops.SAMPLE))
     def sample(self: OpTask, *args: Any) -> dict[str, Any]:
