@@ -96,7 +96,15 @@ def bytes_per_idle_job(client: redis.Redis, jobs: int) -> float:
     mailbox = Mailbox(client)
     before = used_memory(client)
     for number in range(jobs):
-        mailbox.create(f"idle:{number}", "nobody", '{"base_model":"nobody"}', window=4, max_ops=4096, max_bytes=2**28)
+        mailbox.create(
+            f"idle:{number}",
+            "nobody",
+            '{"base_model":"nobody"}',
+            session=f"s{number}",
+            window=4,
+            max_ops=4096,
+            max_bytes=2**28,
+        )
     return (used_memory(client) - before) / jobs
 
 
@@ -104,11 +112,19 @@ def bytes_per_queued_op(client: redis.Redis, service: lorry.ServiceClient, ops: 
     """Memory of a small op that waits in a job's mailbox (no worker takes it)."""
     before = used_memory(client)
     mailbox = Mailbox(client)
-    mailbox.create("queued", "nobody", "{}", window=4, max_ops=10**6, max_bytes=2**28)
+    mailbox.create("queued", "nobody", "{}", session="s", window=4, max_ops=10**6, max_bytes=2**28)
     envelope = "x" * 900  # what a kombu envelope of an op weighs
     for seq in range(ops):
         mailbox.submit(
-            "queued", seq, envelope=envelope, payload=b"y" * 100, digest=b"0" * 16, task=f"q.{seq}", channel="", ttl=60
+            "queued",
+            seq,
+            envelope=envelope,
+            payload=b"y" * 100,
+            digest=b"0" * 16,
+            task=f"q.{seq}",
+            channel="",
+            ttl=60,
+            max_total_bytes=2**32,
         )
     return (used_memory(client) - before) / ops
 

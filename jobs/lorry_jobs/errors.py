@@ -121,7 +121,25 @@ class JobFailed(ServiceError):
 
 
 class StateRolledBack(JobFailed):
+    """`from_seq`: the last op that was committed. `to_seq`: the last whose state is still whole, -1 if none is."""
+
     code = "state_rolled_back"
+    from_seq: int = -1
+    to_seq: int = -1
+
+    @classmethod
+    def between(cls, from_seq: int, to_seq: int, reason: str, *, job: str) -> StateRolledBack:
+        error = cls(
+            f"the job's state after op {from_seq} cannot be rebuilt: {reason}. Whole is only "
+            f"{f'the state after op {to_seq}' if to_seq >= 0 else 'nothing'}, and that is never used silently. "
+            "Create a new client from a checkpoint",
+            job=job,
+        )
+        error.from_seq, error.to_seq = from_seq, to_seq
+        return error
+
+    def to_wire(self) -> dict[str, Any]:
+        return {**super().to_wire(), "from_seq": self.from_seq, "to_seq": self.to_seq}
 
 
 class StaleOwner(ServiceError):
@@ -148,9 +166,12 @@ def from_wire(data: dict[str, Any]) -> LorryError:
     """The error that `to_wire` described; an unknown code becomes a plain `ServiceError`."""
     by_code = {cls.code: cls for cls in _tree(LorryError)}
     cls = by_code.get(str(data.get("code")), ServiceError)
-    return cls(
+    error = cls(
         str(data.get("message", "")),
         job=data.get("job"),
         op=data.get("op"),
         seq=data.get("seq"),
     )
+    if isinstance(error, StateRolledBack):
+        error.from_seq, error.to_seq = int(data.get("from_seq", -1)), int(data.get("to_seq", -1))
+    return error

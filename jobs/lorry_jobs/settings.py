@@ -27,6 +27,11 @@ class QueueSettings(BaseSettings):
     max_queued_ops: int = Field(4096, ge=1)
     """Per job: more are not accepted until some are committed."""
     max_queued_bytes: int = Field(256 * 2**20, ge=1)
+    """Per job: request bytes that are queued, or kept because no snapshot covers them yet."""
+    max_total_bytes: int = Field(4 * 2**30, ge=1)
+    """The same over all jobs."""
+    session_seconds: float = Field(6 * 3600.0, gt=0)
+    """The jobs of a client that was not heard of for so long are dropped. Checkpoints stay."""
 
     @property
     def redis_url(self) -> str:

@@ -21,6 +21,7 @@ CHANNEL: Final = "lorry_channel"
 PAYLOAD: Final = "lorry_payload"
 DIGEST: Final = "lorry_digest"
 TTL: Final = "lorry_ttl"
+MAX_TOTAL: Final = "lorry_max_total"
 
 
 class Channel(kombu_redis.Channel):  # type: ignore[misc]
@@ -36,7 +37,8 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]
             return
         # The request's bytes travel beside the message, not in it. A copy: a retry sends the same dict again.
         headers = dict(headers)
-        payload, digest, ttl = headers.pop(PAYLOAD), headers.pop(DIGEST), headers.pop(TTL)
+        payload, digest = headers.pop(PAYLOAD), headers.pop(DIGEST)
+        ttl, max_total = headers.pop(TTL), headers.pop(MAX_TOTAL)
         envelope = dumps({**message, "headers": headers})
         if self._mailbox is None:
             # `self.pool` belongs to this channel, so the script is loaded once per connection pool.
@@ -51,6 +53,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]
                 task=headers["id"],
                 channel=headers[CHANNEL],
                 ttl=ttl,
+                max_total_bytes=max_total,
             )
         else:
             answer = self._mailbox.request(
@@ -60,6 +63,7 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]
                 payload=payload,
                 digest=digest,
                 channel=headers[CHANNEL],
+                max_total_bytes=max_total,
             )
         error = _refusal(answer, headers)
         if error is not None:
@@ -85,7 +89,7 @@ def _refusal(answer: str, headers: dict[str, Any]) -> LorryError | None:
             **where,
         )
     if answer == "full":
-        return Backpressure("the job has too much queued; submit again when some of it is done", **where)
+        return Backpressure("the server holds as much for now as its bounds allow", **where)
     if answer == "closed":
         return JobClosed("the job is closed; create a new training client", **where)
     if answer == "nojob":

@@ -34,6 +34,18 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+@dataclass(frozen=True)
+class OpTiming:
+    """`total_seconds` from the call to the result here, `compute_seconds` of it in the worker's engine. `attempt`
+    2: a worker died with the op before. What a failed op lacks is None."""
+
+    total_seconds: float
+    compute_seconds: float | None
+    worker: str | None
+    cycle: int | None
+    attempt: int | None
+
+
 class APIFuture(Generic[T]):
     """The result of an op, sooner or later. Usable from any thread and any event loop.
 
@@ -62,6 +74,8 @@ class APIFuture(Generic[T]):
         self._waiters: list[concurrent.futures.Future[None]] = []
         self._callbacks: list[Callable[[], object]] = []
         self._waiting_since = 0.0
+        self._made_at = time.monotonic()
+        self._resolved_at = 0.0
 
     # ------------------------------------------------------------------------------------------------- waiting
 
@@ -141,6 +155,21 @@ class APIFuture(Generic[T]):
         return _Mapped(self, function)
 
     @property
+    def timing(self) -> OpTiming:
+        """When and where the op ran. Raises AttributeError until it is done."""
+        outcome = self._outcome
+        if outcome is None:
+            raise AttributeError("timing: the op is not done yet")
+        info = outcome.info
+        return OpTiming(
+            total_seconds=self._resolved_at - self._made_at,
+            compute_seconds=info["milliseconds"] / 1000 if "milliseconds" in info else None,
+            worker=info.get("worker"),
+            cycle=info.get("cycle"),
+            attempt=info.get("attempt"),
+        )
+
+    @property
     def async_result(self) -> AsyncResult:
         """Celery's own handle on the same task."""
         return self._process.app.AsyncResult(self.task_id)
@@ -153,6 +182,7 @@ class APIFuture(Generic[T]):
             if self._outcome is not None:
                 return
             self._outcome = outcome
+            self._resolved_at = time.monotonic()
             waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
         for waiter in waiters:
@@ -339,6 +369,10 @@ class Submission(_View[T], Coroutine[Any, Any, Any]):
         if self._wait_cancelled and _asked_by_asyncio():  # Python 3.11's `wait_for`, after its timeout
             raise asyncio.CancelledError
         return super().result(timeout)
+
+    @property
+    def timing(self) -> OpTiming:
+        return self._inner.timing
 
     def _make_cancelled_error(self) -> BaseException:
         if self._wait_cancelled:

@@ -27,20 +27,29 @@ log = logging.getLogger("lorry")
 
 TICK_SECONDS = 0.5
 SWEEP_SECONDS = 15.0
+HEARTBEAT_SECONDS = 10.0
 RECONNECT_SECONDS = (0.05, 1.0)
 
 
 class Listener:
-    """`explain(futures)` is asked about futures that somebody has waited for a while."""
+    """`explain(futures)` hears of futures that somebody has waited for; `reconnected()` is called when the
+    subscription stands again after it was lost, `heartbeat()` every ten seconds."""
 
     def __init__(
         self,
         redis: Redis,
         channel: str,
         link: Link,
+        *,
         explain: Callable[[list[APIFuture[Any]]], None],
+        reconnected: Callable[[], None],
+        heartbeat: Callable[[], None],
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
-        self._redis, self._channel, self._link, self._explain = redis, channel, link, explain
+        self._heartbeat_seconds = min(HEARTBEAT_SECONDS, heartbeat_seconds)
+        self._redis, self._channel, self._link = redis, channel, link
+        self._explain, self._reconnected, self._heartbeat = explain, reconnected, heartbeat
+        self._connections = 0
         self._lock = threading.Lock()
         self._open: dict[str, set[APIFuture[Any]]] = {}
         self._delay = RECONNECT_SECONDS[0]
@@ -92,7 +101,7 @@ class Listener:
     def _listen(self) -> None:
         with self._redis.pubsub() as channel:  # type: ignore[no-untyped-call]
             channel.subscribe(self._channel)
-            swept = ticked = time.monotonic()
+            swept = ticked = beat = time.monotonic()
             while True:
                 message = channel.get_message(timeout=TICK_SECONDS)
                 now = time.monotonic()
@@ -102,11 +111,17 @@ class Listener:
                     self._link.works()
                     self._sweep()
                     swept = now
+                    self._connections += 1
+                    if self._connections > 1:
+                        self._reconnected()
                 elif message is not None and message["type"] == "message":
                     self._take([message["data"]])
                 if now - ticked > TICK_SECONDS:
                     ticked = now
                     self._tell_waiters()
+                if now - beat > self._heartbeat_seconds:
+                    beat = now
+                    self._heartbeat()
                 if now - swept > SWEEP_SECONDS:
                     swept = now
                     self._sweep()

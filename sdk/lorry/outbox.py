@@ -116,4 +116,9 @@ class Outbox:
             self._parked[lane] = time.monotonic() + FULL_RETRY_SECONDS
             if lane not in self._full_notice:
                 self._full_notice.add(lane)
-                log.warning("%s; %d ops wait here until there is room", full, len(self._lanes[lane]))
+                log.warning(
+                    "%s; %d ops of %s wait here and are sent as soon as there is room",
+                    full.message,
+                    len(self._lanes[lane]),
+                    lane,
+                )

@@ -66,7 +66,17 @@ class ClientProcess:
             raise self.link.unreachable(error) from None
         self._notices = Notices()
         self._outbox = Outbox(self.link, settings.outbox_limit)
-        self._listener = Listener(self.redis, self.channel, self.link, self._explain_waits)
+        self._letters: dict[str, tuple[str, Letter, APIFuture[Any]]] = {}
+        self._sessions: set[str] = set()
+        self._listener = Listener(
+            self.redis,
+            self.channel,
+            self.link,
+            explain=self._explain_waits,
+            reconnected=self._post_again,
+            heartbeat=self._heartbeat,
+            heartbeat_seconds=settings.session_seconds / 4,
+        )
         self._outbox.start()
         self._listener.start()
         self._listener.wait_subscribed(settings.connect_timeout_seconds)
@@ -93,7 +103,7 @@ class ClientProcess:
     def submit_request(self, model: str, op: str, payload: bytes, decode: Callable[[Outcome], T]) -> APIFuture[T]:
         """Post one unordered request."""
         task = f"{op}-{self.client_id}-{secrets.token_hex(6)}"
-        return self._post(task, task, op, (model,), {transport.MODEL: model}, payload, decode)
+        return self._post(f"requests for {model}", task, op, (model,), {transport.MODEL: model}, payload, decode)
 
     def _post(
         self,
@@ -118,6 +128,7 @@ class ClientProcess:
             transport.PAYLOAD: payload,
             transport.DIGEST: ops.digest(op, payload),
             transport.TTL: self.settings.result_ttl_seconds,
+            transport.MAX_TOTAL: self.settings.max_total_bytes,
         }
 
         def send() -> None:
@@ -137,7 +148,10 @@ class ClientProcess:
             self._listener.forget(future)
             future._resolve(Outcome(task, error, {}, None, False))
 
-        self._outbox.post(lane, Letter(send, refuse))
+        letter = Letter(send, refuse)
+        self._letters[task] = (lane, letter, future)
+        future._when_done(lambda: self._letters.pop(task, None))
+        self._outbox.post(lane, letter)
         return future
 
     def watch(self, future: APIFuture[Any]) -> None:
@@ -147,6 +161,36 @@ class ClientProcess:
     def resolve(self, outcome: Outcome) -> None:
         """Give this outcome to whoever waits for its task: for what was found out here and not by a worker."""
         self._listener.resolve(outcome)
+
+    def _post_again(self) -> None:
+        """After a reconnect: a server that restarted may have lost the last ops that it accepted (see the
+        append-only file's `everysec`). Those it does not know are sent again; that is safe, and in their order."""
+        by_job: dict[str, list[tuple[str, Letter, APIFuture[Any]]]] = {}
+        for lane, letter, future in list(self._letters.values()):
+            if future.job is not None:
+                by_job.setdefault(future.job, []).append((lane, letter, future))
+            elif not self.mailbox.knows_request(future.task_id):
+                self._outbox.post(lane, letter)
+        for job, entries in by_job.items():
+            entries.sort(key=lambda entry: entry[2].seq or 0)
+            known = self.mailbox.knows(job, [future.seq or 0 for _, _, future in entries])
+            for (lane, letter, _), accepted in zip(entries, known, strict=True):
+                if not accepted:
+                    self._outbox.post(lane, letter)
+
+    # ------------------------------------------------------------------------------------------------- sessions
+
+    def open_session(self, session: str) -> None:
+        self._sessions.add(session)
+
+    def end_session(self, session: str) -> None:
+        self._sessions.discard(session)
+        self._outbox.flush(self.settings.exit_flush_seconds)
+        self.call(lambda: self.mailbox.end_session(session))
+
+    def _heartbeat(self) -> None:
+        for session in list(self._sessions):
+            self.mailbox.heartbeat(session)
 
     async def admission(self) -> None:
         """Wait while the outbox is full. Never depends on anyone awaiting a result."""

@@ -59,6 +59,7 @@ class ServiceClient:
         self._process: ClientProcess = get_process(ClientSettings(url=find_url(base_url)))
         self._user_metadata = user_metadata
         self._session = secrets.token_hex(5)
+        self._process.open_session(self._session)
         self._lock = threading.Lock()
         self._next_model = 0
         self._tokenizers: dict[str, Any] = {}
@@ -183,6 +184,17 @@ class ServiceClient:
                 self._tokenizers[base_model] = load_tokenizer(folder)
             return self._tokenizers[base_model]
 
+    def close(self) -> None:
+        """Say that this session's training runs are not needed any more: the server drops them once their ops
+        are done. Checkpoints stay. Without it, that happens when nothing was heard of this process for hours."""
+        self._process.end_session(self._session)
+
+    def __enter__(self) -> ServiceClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
         return f"<ServiceClient session {self._session}>"
 
@@ -203,6 +215,7 @@ class ServiceClient:
                 job,
                 request.base_model,
                 spec,
+                session=self._session,
                 window=settings.window,
                 max_ops=settings.max_queued_ops,
                 max_bytes=settings.max_queued_bytes,

@@ -36,10 +36,15 @@ class Driver:
         window: int = 4,
         max_ops: int = 100,
         max_bytes: int = 10**6,
+        session: str = "session",
     ) -> str:
-        return self.mailbox.create(job, model, spec, window=window, max_ops=max_ops, max_bytes=max_bytes)
+        return self.mailbox.create(
+            job, model, spec, session=session, window=window, max_ops=max_ops, max_bytes=max_bytes
+        )
 
-    def submit(self, job: str, seq: int, payload: bytes = b"payload", *, channel: str = "") -> str:
+    def submit(
+        self, job: str, seq: int, payload: bytes = b"payload", *, channel: str = "", max_total_bytes: int = 2**40
+    ) -> str:
         return self.mailbox.submit(
             job,
             seq,
@@ -49,6 +54,7 @@ class Driver:
             task=ops.task_id(job, seq),
             channel=channel,
             ttl=TTL,
+            max_total_bytes=max_total_bytes,
         )
 
     def submit_all(self, job: str, last: int, first: int = 0) -> None:
@@ -66,16 +72,26 @@ class Driver:
     def request(self, task: str, model: str = "m", payload: bytes = b"prompt", *, channel: str = "") -> str:
         text = json.dumps({"headers": {"id": task}, "request": task})
         digest = ops.digest("sample", payload)
-        return self.mailbox.request(task, model, envelope=text, payload=payload, digest=digest, channel=channel)
+        return self.mailbox.request(
+            task, model, envelope=text, payload=payload, digest=digest, channel=channel, max_total_bytes=2**40
+        )
 
     # ------------------------------------------------------------------------------------------------ workers
 
     def hello(
         self, worker: str, model: str = "m", *, slots: int = 4, seats: int = 4, lease_seconds: float = 600
     ) -> bool:
-        return self.mailbox.hello(
+        answer = self.mailbox.hello(
             worker, model, slots=slots, seats=seats, lease_seconds=lease_seconds, info="{}", model_info="{}"
         )
+        return answer == "ok"
+
+    def take(self, job: str, seq: int, worker: str) -> bytes | None:
+        taken = self.mailbox.take(job, seq, worker)
+        return None if taken is None else taken.payload
+
+    def reap(self, limit: int = 50) -> int:
+        return self.mailbox.reap(ttl=TTL, limit=limit)
 
     def let_lease_end(self, worker: str) -> None:
         """The worker's last renewal was too long ago. (A renewal for no time at all, instead of a long sleep.)"""
@@ -115,7 +131,6 @@ class Driver:
         channel: str = "",
         incomplete: str = "-",
         effect: Effect = "1",
-        cost_ms: float = 1.0,
     ) -> str:
         task = ops.task_id(job, seq)
         beside = b""
@@ -136,7 +151,7 @@ class Driver:
             channel=channel,
             incomplete=incomplete,
             effect=effect,
-            cost_ms=cost_ms,
+            entry='{"status":"ok"}',
             pipe=pipe,
         )
         return pipe.execute()[0].decode()
@@ -149,6 +164,9 @@ class Driver:
 
     def fail(self, job: str, worker: str, error: LorryError) -> bool:
         return self.mailbox.fail(job, worker, self.epoch(job), template=results.failure("", error), ttl=TTL)
+
+    def snapshot(self, job: str, worker: str, seq: int, ref: str, *, epoch: str | None = None) -> str:
+        return self.mailbox.snapshot(job, worker, self.epoch(job) if epoch is None else epoch, seq, ref)[0]
 
     def yield_job(self, job: str, worker: str) -> bool:
         return self.mailbox.yield_job(job, worker, self.epoch(job))
@@ -168,7 +186,9 @@ class Driver:
         return self.mailbox.status(job).queued_bytes
 
     def all_keys(self) -> set[str]:
-        return {key.decode() for key in self.redis.keys("*")}
+        """All but what belongs to no single job, request or worker: one counter, and two lists that are reaped."""
+        shared = {"lorry:bytes", "lorry:closed", "lorry:sessions"}
+        return {key.decode() for key in self.redis.keys("*")} - shared
 
 
 def next_millisecond() -> None:

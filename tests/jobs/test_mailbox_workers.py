@@ -102,8 +102,8 @@ def test_only_the_owner_adopts_and_takes(driver):
     assert (placement.committed, placement.snapshot, placement.snapshot_ref) == (-1, -1, "")
     assert driver.mailbox.adopt("a", "w2") is None
     assert driver.mailbox.adopt("ghost", "w1") is None
-    assert driver.mailbox.take("a", 0, "w1") == b"payload"
-    assert driver.mailbox.take("a", 0, "w2") is None
+    assert driver.take("a", 0, "w1") == b"payload"
+    assert driver.take("a", 0, "w2") is None
 
 
 def test_the_epoch_rises_with_every_change_of_owner(driver):
@@ -123,7 +123,7 @@ def test_the_epoch_rises_with_every_change_of_owner(driver):
     driver.yield_job("a", "w1")
     changed()
     driver.let_lease_end("w2")
-    driver.mailbox.reap()
+    driver.reap()
     changed()
     driver.mailbox.goodbye("w1")
     changed()
@@ -139,7 +139,7 @@ def test_a_commit_with_the_epoch_before_is_stale_even_from_the_same_worker(drive
     driver.yield_job("a", "w")
     assert driver.owner("a") == "w"
     assert driver.commit("a", 0, "w", epoch=before) == "stale"
-    assert driver.mailbox.snapshot("a", "w", before, -1, "") == "stale"
+    assert driver.snapshot("a", "w", -1, "", epoch=before) == "stale"
     assert driver.mailbox.resend("a", "w", before) == "stale"
     assert not driver.mailbox.yield_job("a", "w", before)
     assert driver.commit("a", 0, "w") == "ok"
@@ -173,15 +173,15 @@ def test_reaping_moves_jobs_to_the_living_and_fences_the_dead(driver):
     driver.commit("idle", 0, "w1")
     epoch = driver.epoch("a")
     driver.hello("w2")
-    assert driver.mailbox.reap() == 0  # all leases hold
+    assert driver.reap() == 0  # all leases hold
     driver.let_lease_end("w1")
-    assert driver.mailbox.reap() == 2
-    assert driver.mailbox.reap() == 0
+    assert driver.reap() == 2
+    assert driver.reap() == 0
     assert driver.owner("a") == "w2"
     assert driver.delivered("w2") == [("a", 1), ("a", 2)]
     assert driver.owner("idle") == ""  # no work: it is placed when some comes
     assert driver.commit("a", 1, "w1", epoch=epoch) == "stale"
-    assert driver.mailbox.take("a", 1, "w1") is None
+    assert driver.take("a", 1, "w1") is None
     assert not driver.hello("w1")
     assert driver.commit("a", 1, "w2") == "ok"
     driver.submit("idle", 1)
@@ -197,7 +197,7 @@ def test_reaping_without_another_worker_leaves_the_jobs_waiting(driver):
     place(driver, "a", ops=2)
     driver.commit("a", 0, "w1")
     driver.let_lease_end("w1")
-    assert driver.mailbox.reap() == 1
+    assert driver.reap() == 1
     assert driver.mailbox.status("a").owner == ""
     assert driver.mailbox.unplaced("m") == 1
     driver.hello("w2")
@@ -211,7 +211,7 @@ def test_reaping_in_small_portions_moves_everything(driver):
         place(driver, f"job{number}")
     driver.hello("w2", slots=10)
     driver.let_lease_end("w1")
-    assert [driver.mailbox.reap(limit=3) for _ in range(4)] == [3, 3, 1, 0]
+    assert [driver.reap(limit=3) for _ in range(4)] == [3, 3, 1, 0]
     assert driver.free_slots("w2") == 3
     assert len(driver.mailbox.jobs_of("w2")) == 7
 
@@ -221,7 +221,7 @@ def test_a_late_renewal_before_anyone_reaped_keeps_the_jobs(driver):
     place(driver, "a")
     driver.let_lease_end("w")
     assert driver.hello("w")
-    assert driver.mailbox.reap() == 0
+    assert driver.reap() == 0
     assert driver.commit("a", 0, "w") == "ok"
 
 
@@ -414,7 +414,7 @@ class World:
     def die(self):
         if name := self.pick(self.workers):
             self.driver.let_lease_end(name)
-            self.driver.mailbox.reap()
+            self.driver.reap()
             del self.workers[name]
             assert not self.driver.hello(name)
 

@@ -40,7 +40,7 @@ class HandWorker:
             info="{}",
             model_info=self.model.model_dump_json(),
         )
-        assert accepted
+        assert accepted == "ok"
 
     def create(self, job: str) -> None:
         """Commit the job's create_model."""
@@ -72,7 +72,7 @@ class HandWorker:
             channel=self._channel(job, seq),
             incomplete="-",
             effect="1",
-            cost_ms=1.0,
+            entry='{"status":"ok"}',
             pipe=pipe,
         )
         assert pipe.execute() == [b"ok"]
@@ -97,7 +97,7 @@ class HandWorker:
                 channel=channel,
                 incomplete="-",
                 effect="1",
-                cost_ms=1.0,
+                entry='{"status":"ok"}',
                 pipe=pipe,
             )
         assert set(pipe.execute()) == {b"ok"}

@@ -7,6 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
+
+from redis.exceptions import RedisError
 
 from lorry_jobs import ops, results, wire
 from lorry_jobs.errors import AccumulationIncomplete, LorryError, ServiceError
@@ -81,13 +84,19 @@ class Clock:
     def _adopt(self) -> None:
         """Load the state of jobs that were given to this worker: snapshot, then the journal since."""
         for lane in self._lanes.to_adopt():
-            placement = self._mailbox.adopt(lane.job, self._worker)
-            if placement is None:
-                self._lanes.drop(lane.job, "the job moved to another worker")
-                continue
-            self._engine.drop_job(lane.job)
             try:
-                restore(self._engine, self._mailbox, placement, self._snapshots)
+                placement = self._mailbox.adopt(lane.job, self._worker)
+                if placement is None:
+                    self._lanes.drop(lane.job, "the job moved to another worker")
+                    continue
+                if placement.suspect is not None:
+                    self._mailbox.trying(self._worker, f"restore {lane.job}")
+                restore(self._engine, self._mailbox, self._worker, placement, self._snapshots)
+                if placement.suspect is not None:
+                    self._mailbox.trying(self._worker, "")
+            except RedisError as error:
+                log.warning("job %s waits to be loaded: Redis does not answer: %s", lane.job, error)
+                return
             except Exception as error:
                 log.exception("job %s cannot be restored", lane.job)
                 failure = error if isinstance(error, LorryError) else ServiceError(f"cannot restore the job: {error!r}")
@@ -100,9 +109,12 @@ class Clock:
                 )
                 self._lanes.drop(lane.job, "the job failed")
                 continue
-            self._snapshots.restored(placement)
             self._lanes.adopted(
-                lane, epoch=placement.epoch, applied=placement.committed, incomplete=placement.incomplete
+                lane,
+                epoch=placement.epoch,
+                applied=placement.committed,
+                incomplete=placement.incomplete,
+                suspect=placement.suspect,
             )
 
     def _train(self) -> None:
@@ -113,18 +125,31 @@ class Clock:
         commits: list[Commit] = []
         for lane, run in runs:
             for delivery in run:
+                if delivery.suspect:
+                    self._announce(lane.job)
                 commit = self._run_op(lane, delivery)
                 if self._lanes.applied(lane, delivery):
                     commits.append(commit)
         self._committer.put(commits)
+        for commit in commits:
+            if commit.delivery.suspect:  # until it is committed, nothing else may run that could be taken for it
+                wait([commit.delivery.done])
+
+    def _announce(self, what: str) -> None:
+        """Say what is run next, so that if this worker dies of it, it is known what it died of."""
+        log.warning("%s is run alone: a worker died with it", what)
+        try:
+            self._mailbox.trying(self._worker, what)
+        except RedisError as error:
+            log.warning("could not announce %s: %s", what, error)
 
     def _run_op(self, lane: Lane, delivery: Delivery) -> Commit:
-        started = time.perf_counter()
-        incomplete, effect = KEEP, "1"
+        started, started_ms = time.perf_counter(), int(time.time() * 1000)
+        incomplete, effect, checkpoint, version = KEEP, "1", None, None
         try:
             if delivery.op == ops.OPTIM_STEP and lane.incomplete is not None:
                 failed, lane.incomplete = lane.incomplete, None
-                self._engine.drop_gradients(lane.job)
+                self._drop_gradients(lane.job)
                 incomplete, effect = CLEAR, "drop"
                 raise AccumulationIncomplete(
                     f"the forward_backward with seq {failed} failed or was cancelled, so this step would use "
@@ -139,12 +164,14 @@ class Clock:
             if not isinstance(error, LorryError):
                 log.exception("%s seq %d of job %s", delivery.op, delivery.seq, lane.job)
             failure = _located(error, lane.job, delivery)
-            if delivery.op == ops.FORWARD_BACKWARD and lane.incomplete is None:
-                lane.incomplete = delivery.seq
-                incomplete = str(delivery.seq)
+            if delivery.op == ops.FORWARD_BACKWARD:
+                self._drop_gradients(lane.job)
+                if lane.incomplete is None:
+                    lane.incomplete = delivery.seq
+                    incomplete = str(delivery.seq)
             if effect == "1":
-                # A step that was refused has dropped its gradients; any other failed op has no effect.
-                effect = "drop" if delivery.op == ops.OPTIM_STEP else "0"
+                # These two leave no gradients when they fail; any other failed op has no effect.
+                effect = "drop" if delivery.op in (ops.OPTIM_STEP, ops.FORWARD_BACKWARD) else "0"
             record, output = results.failure(delivery.task, failure), b""
             outcome = Outcome({}, failure)
         else:
@@ -154,11 +181,30 @@ class Clock:
                 effect = "0"
             milliseconds = (time.perf_counter() - started) * 1000
             if "base_model" in reply.info and "path" in reply.info:
-                self._mailbox.put_checkpoint(reply.info["path"], json.dumps(reply.info))
-            info = {**reply.info, "cycle": self.cycle, "milliseconds": round(milliseconds, 3)}
+                checkpoint = (reply.info["path"], json.dumps(reply.info))
+            info = {
+                **reply.info,
+                "cycle": self.cycle,
+                "milliseconds": round(milliseconds, 3),
+                "started_ms": started_ms,
+                "worker": self._worker,
+                "attempt": 1 + delivery.suspect,
+            }
             record, output = results.success(delivery.task, info, reply.output)
             outcome = Outcome(reply.summary)
-            self._snapshots.ran(lane.job, delivery.op)
+            version = reply.version
+            self._snapshots.ran(lane.job, delivery.op, delivery.request_bytes, at_once=version is not None)
+        entry = {
+            "status": "failed" if outcome.error else "ok",
+            "op": delivery.op,
+            "worker": self._worker,
+            "epoch": lane.epoch,
+            "attempt": 1 + delivery.suspect,
+            "cycle": self.cycle,
+            "started": started_ms,
+            "milliseconds": round((time.perf_counter() - started) * 1000, 3),
+            **({"version": version} if version is not None else {}),
+        }
         return Commit(
             lane,
             delivery,
@@ -167,11 +213,18 @@ class Clock:
             outcome,
             incomplete=incomplete,
             effect=effect,  # type: ignore[arg-type]
-            cost_ms=(time.perf_counter() - started) * 1000,
+            entry=json.dumps(entry),
+            checkpoint=checkpoint,
         )
+
+    def _drop_gradients(self, job: str) -> None:
+        if job in self._engine.jobs:  # it is not if its create_model failed
+            self._engine.drop_gradients(job)
 
     def _sample(self) -> None:
         for delivery in self._lanes.take_requests(REQUESTS_PER_CYCLE):
+            if delivery.suspect:
+                self._announce(delivery.task)
             try:
                 if isinstance(delivery.request, Exception):  # its bytes could not be read
                     raise delivery.request
@@ -188,6 +241,8 @@ class Clock:
                 outcome = Outcome({"sequences": len(response.sequences)})
             self._lanes.request_done(delivery.task)
             self._committer.put([Commit(None, delivery, record, output, outcome)])
+            if delivery.suspect:
+                wait([delivery.done])
 
 
 def _located(error: Exception, job: str | None, delivery: Delivery) -> LorryError:

@@ -38,7 +38,9 @@ class Commit:
     outcome: Outcome
     incomplete: str = KEEP
     effect: Effect = "1"
-    cost_ms: float = 0.0
+    entry: str = "{}"
+    checkpoint: tuple[str, str] | None = None
+    """(path, JSON) of a checkpoint that this op saved, for the index."""
 
 
 class Committer:
@@ -84,7 +86,8 @@ class Committer:
             for commit in group:
                 self._add(commit, pipe)
             try:
-                return [answer.decode() for answer in pipe.execute()]
+                # Beside the commits' answers there are those of the index, which are numbers.
+                return [answer.decode() for answer in pipe.execute() if isinstance(answer, bytes)]
             except RedisError as error:
                 log.warning("commit of %d ops waits for Redis: %s", len(group), error)
                 time.sleep(0.1)
@@ -92,6 +95,8 @@ class Committer:
 
     def _add(self, commit: Commit, pipe) -> None:  # type: ignore[no-untyped-def]
         delivery = commit.delivery
+        if commit.checkpoint is not None:
+            self._mailbox.put_checkpoint(*commit.checkpoint, pipe=pipe)
         if commit.lane is None:
             self._mailbox.finish_request(
                 delivery.task,
@@ -115,7 +120,7 @@ class Committer:
             channel=delivery.channel,
             incomplete=commit.incomplete,
             effect=commit.effect,
-            cost_ms=commit.cost_ms,
+            entry=commit.entry,
             pipe=pipe,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lorry_jobs import ops, wire
+from lorry_jobs.checkpoint_paths import CheckpointPath
 from lorry_jobs.errors import UserError
 from lorry_jobs.types import CreateModelRequest, LoadStateRequest, LorryModel, OptimStepRequest, SaveRequest
 
@@ -23,6 +24,8 @@ class Reply:
     info: dict[str, Any] = field(default_factory=dict)
     output: bytes = b""
     summary: dict[str, Any] = field(default_factory=dict)
+    version: str | None = None
+    """Of the checkpoint that this op read: a replay must find the same one."""
 
 
 def decode_request(op: str, payload: bytes) -> Any:
@@ -56,8 +59,10 @@ def execute(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
 
 
 def _create_model(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    version = checkpoint_version(engine, job, delivery.request)
     info = engine.create_model(job, delivery.request)
-    return Reply(info=info.model_dump(mode="json"), summary={"base_model": info.model_name, "rank": info.lora_rank})
+    summary = {"base_model": info.model_name, "rank": info.lora_rank}
+    return Reply(info=info.model_dump(mode="json"), summary=summary, version=version)
 
 
 def _forward(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
@@ -82,8 +87,21 @@ def _save(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
 
 
 def _load_state(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
+    version = checkpoint_version(engine, job, delivery.request)
     loaded = engine.load_state(job, delivery.request)
-    return Reply(info=loaded.model_dump(mode="json"), summary={"path": loaded.path})
+    return Reply(info=loaded.model_dump(mode="json"), summary={"path": loaded.path}, version=version)
+
+
+def checkpoint_version(engine: Engine, job: str, request: Any) -> str | None:
+    """Which version of a checkpoint this request would read now; None if it reads none."""
+    if isinstance(request, LoadStateRequest):
+        path = CheckpointPath.parse(request.path, job=job)
+    elif isinstance(request, CreateModelRequest) and request.from_checkpoint:
+        path = CheckpointPath.parse(request.from_checkpoint)
+    else:
+        return None
+    manifest = engine.store.manifest(path)
+    return f"{manifest.op_id} {manifest.created.isoformat()}"
 
 
 _EXECUTORS: dict[str, Callable[[Engine, str, Delivery, int], Reply]] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +32,9 @@ class Delivery:
     request: Any
     channel: str
     seq: int = -1
-    tokens: int = 0
+    request_bytes: int = 0
+    suspect: bool = False
+    """A worker died with it: it is run alone, and announced before."""
     arrived: float = field(default_factory=time.monotonic)
     done: Future[Outcome] = field(default_factory=Future)
 
@@ -46,15 +47,22 @@ class Lane:
     epoch: str = ""
     applied: int | None = None
     incomplete: int | None = None
+    suspect: int = -1
+    """A worker died with the ops up to this one."""
     waiting: dict[int, Delivery] = field(default_factory=dict)
     used: float = field(default_factory=time.monotonic)
+    adopted_at: float = field(default_factory=time.monotonic)
     in_flight: int = 0
     """Ops that ran and are being committed."""
     leaving: bool = False
 
     @property
+    def next_seq(self) -> int:
+        return -1 if self.applied is None else self.applied + 1
+
+    @property
     def ready(self) -> bool:
-        return self.applied is not None and not self.leaving and self.applied + 1 in self.waiting
+        return self.applied is not None and not self.leaving and self.next_seq in self.waiting
 
     @property
     def idle(self) -> bool:
@@ -87,6 +95,7 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
         self._requests: dict[str, Delivery] = {}
         self._dropped: list[str] = []
+        self._woken = False
 
     # -------------------------------------------------------------------------------------- pool threads put in
 
@@ -109,15 +118,31 @@ class Lanes:
             self.changed.notify_all()
             return True
 
+    def pass_cancelled(self, job: str, committed: int, incomplete: int | None) -> None:
+        """The mailbox is at `committed`. Where that is beyond what ran here, the ops between were cancelled."""
+        with self.changed:
+            lane = self._lanes.get(job)
+            if lane is not None and lane.applied is not None and committed > lane.applied:
+                lane.applied, lane.incomplete = committed, incomplete
+                self.changed.notify_all()
+
     # ---------------------------------------------------------------------------------------- the clock takes out
 
     def wait_for_work(self, timeout: float) -> None:
         with self.changed:
             self.changed.wait_for(self._has_work, timeout)
+            self._woken = False
+
+    def wake(self) -> None:
+        """There is something for the clock to do that no lane shows."""
+        with self.changed:
+            self._woken = True
+            self.changed.notify_all()
 
     def _has_work(self) -> bool:
         return (
-            bool(self._requests)
+            self._woken
+            or bool(self._requests)
             or bool(self._dropped)
             or any(lane.ready or (lane.applied is None and not lane.leaving) for lane in self._lanes.values())
         )
@@ -126,19 +151,30 @@ class Lanes:
         with self.changed:
             return [lane for lane in self._lanes.values() if lane.applied is None and not lane.leaving]
 
-    def adopted(self, lane: Lane, *, epoch: str, applied: int, incomplete: int | None) -> None:
+    def adopted(
+        self, lane: Lane, *, epoch: str, applied: int, incomplete: int | None, suspect: int | None = None
+    ) -> None:
         with self.changed:
             lane.epoch, lane.applied, lane.incomplete = epoch, applied, incomplete
+            lane.suspect = -1 if suspect is None else suspect
+            lane.used = lane.adopted_at = time.monotonic()
             for seq in [seq for seq in lane.waiting if seq <= applied]:
                 lane.waiting.pop(seq).done.set_exception(StaleOwner("the op is committed already", job=lane.job))
 
     def take_runs(self) -> list[tuple[Lane, list[Delivery]]]:
-        """For every job the ops that enter this cycle; they count as in flight from here on."""
+        """For every job the ops that enter this cycle; they count as in flight from here on.
+
+        A suspect enters a cycle of its own.
+        """
         with self.changed:
             runs = []
-            for lane in list(self._lanes.values()):
+            ready = [lane for lane in self._lanes.values() if lane.ready]
+            suspects = [lane for lane in ready if lane.next_seq <= lane.suspect]
+            for lane in suspects[:1] or ready:
                 if lane.ready:
-                    run = update_run(lane)
+                    run = [lane.waiting[lane.next_seq]] if suspects else update_run(lane)
+                    if suspects:
+                        run[0].suspect = True
                     lane.in_flight += len(run)
                     lane.used = time.monotonic()
                     runs.append((lane, run))
@@ -162,7 +198,8 @@ class Lanes:
 
     def take_requests(self, limit: int) -> list[Delivery]:
         with self.changed:
-            return list(self._requests.values())[:limit]
+            suspects = [delivery for delivery in self._requests.values() if delivery.suspect]
+            return suspects[:1] or list(self._requests.values())[:limit]
 
     def request_done(self, task: str) -> None:
         with self.changed:
@@ -199,18 +236,34 @@ class Lanes:
         with self.changed:
             return set(self._requests)
 
-    def find_idle(self, but: Callable[[Lane], bool] = lambda lane: False) -> Lane | None:
-        """The lane that has been without work for longest."""
+    def to_evict(self, count: int, idle_seconds: float, slot_seconds: float) -> list[Lane]:
+        """Whose slots go to jobs that wait: those of lanes without work, by last use; or else that of the lane
+        that has had its slot for longest. The arguments say how long each must have been so."""
+        now = time.monotonic()
         with self.changed:
-            idle = [lane for lane in self._lanes.values() if lane.idle and not lane.leaving and not but(lane)]
-            return min(idle, key=lambda lane: lane.used, default=None)
+            lanes = [lane for lane in self._lanes.values() if lane.applied is not None and not lane.leaving]
+            idle = [lane for lane in lanes if lane.idle and now - lane.used >= idle_seconds]
+            if idle:
+                return sorted(idle, key=lambda lane: lane.used)[:count]
+            held = [lane for lane in lanes if now - lane.adopted_at >= slot_seconds]
+            return sorted(held, key=lambda lane: lane.adopted_at)[:1]
+
+    def leaving(self) -> int:
+        with self.changed:
+            return sum(lane.leaving for lane in self._lanes.values())
+
+    def staying(self) -> list[Lane]:
+        """Lanes whose state is here and that are not on their way out; the longest unused first."""
+        with self.changed:
+            lanes = [lane for lane in self._lanes.values() if lane.applied is not None and not lane.leaving]
+            return sorted(lanes, key=lambda lane: lane.used)
 
     def get(self, job: str) -> Lane | None:
         with self.changed:
             return self._lanes.get(job)
 
     def leave(self, lane: Lane) -> None:
-        """Run no more ops of this job; wait until those that ran are committed, then `drop` it."""
+        """Run no more ops of this job; once its state is saved, `drop` it."""
         with self.changed:
             lane.leaving = True
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -14,6 +16,22 @@ from .lanes import Lanes
 from .settings import WorkerSettings
 
 log = logging.getLogger(__name__)
+
+SESSIONS_EVERY_SECONDS = 10.0
+PRESSED_SHARE = 0.5
+"""Of all the bytes that the server may hold: from here on, workers free journals early."""
+
+
+@dataclass(frozen=True)
+class Reactions:
+    """What the runtime does about what the lease finds. All are called on the lease's thread."""
+
+    fenced: Callable[[], None]
+    drain: Callable[[], None]
+    make_room: Callable[[int], None]
+    deaf: Callable[[float], None]
+    jobs_gone: Callable[[list[str]], None]
+    pressed: Callable[[bool], None]
 
 
 class Lease:
@@ -27,18 +45,22 @@ class Lease:
         lanes: Lanes,
         settings: WorkerSettings,
         *,
-        info: str,
         model_info: str,
-        on_fenced: Callable[[], None],
-        make_room: Callable[[], None],
+        describe: Callable[[], str],
+        reactions: Reactions,
     ) -> None:
         self._mailbox, self._worker, self._model = mailbox, worker, model
         self._lanes, self._settings = lanes, settings
-        self._info, self._model_info = info, model_info
-        self._on_fenced, self._make_room = on_fenced, make_room
+        self._model_info, self._describe, self._reactions = model_info, describe, reactions
+        self._ears = Ears(settings.deaf_seconds)
+        self._sessions_every = min(SESSIONS_EVERY_SECONDS, settings.session_seconds / 2)
+        self._sessions_checked = time.monotonic()
+        self._answered = time.monotonic()
+        self._reap_from = 0.0
+        self.deliveries = 0
+        """How often Celery handed something in, duplicates included: proof that the worker hears."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lorry-lease", daemon=True)
-        self.last_renewed = 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -47,31 +69,54 @@ class Lease:
         self._stop.set()
         self._thread.join(self._settings.lease_renew_seconds * 2)
 
-    def renew(self) -> bool:
+    def renew(self) -> str:
         return self._mailbox.hello(
             self._worker,
             self._model,
             slots=self._settings.slots,
             seats=self._settings.seats,
             lease_seconds=self._settings.lease_seconds,
-            info=self._info,
+            info=self._describe(),
             model_info=self._model_info,
         )
 
     def _run(self) -> None:
         while not self._stop.wait(self._settings.lease_renew_seconds):
             try:
-                if not self.renew():
-                    self._on_fenced()
-                    return
-                self._mailbox.reap()
-                self._repair()
-                if self._mailbox.unplaced(self._model):
-                    self._make_room()
+                self._tick()
             except RedisError as error:
                 log.warning("lease of %s: Redis does not answer: %s", self._worker, error)
 
-    def _repair(self) -> None:
+    def _tick(self) -> None:
+        answer = self.renew()
+        if answer == "dead":
+            self._reactions.fenced()
+            return
+        if answer == "drain":
+            self._reactions.drain()
+        self._reap()
+        queued = self._mailbox.queue_length(self._worker)
+        self._repair(messages_lost=queued == 0)
+        unplaced = self._mailbox.unplaced(self._model)
+        if unplaced:
+            self._reactions.make_room(unplaced)
+        self._reactions.pressed(self._mailbox.total_bytes() > PRESSED_SHARE * self._settings.max_total_bytes)
+        self._reap_sessions()
+        silence = self._ears.silence(queued, self.deliveries)
+        if silence is not None:
+            self._reactions.deaf(silence)
+
+    def _reap(self) -> None:
+        """Take the jobs of workers whose lease ran out; but if Redis itself was away, they get time to renew it."""
+        now = time.monotonic()
+        if now - self._answered > max(1.0, 3 * self._settings.lease_renew_seconds):
+            self._reap_from = now + self._settings.lease_seconds
+        self._answered = now
+        if now >= self._reap_from:
+            self._mailbox.reap(ttl=self._settings.result_ttl_seconds)
+
+    def _repair(self, *, messages_lost: bool) -> None:
+        """Compare what is here with what should be. Ops that are not here though nothing is under way were lost."""
         here = self._lanes.jobs()  # before the question: a job placed in between must not look lost
         owned = self._mailbox.jobs_of(self._worker)
         for job in here:
@@ -79,8 +124,40 @@ class Lease:
                 self._lanes.drop(job, "the job was closed or moved to another worker")
         for job in owned:
             self._lanes.ensure(job)
+        if not messages_lost:
+            return
         for job, epoch in self._lanes.head_missing():
             if self._mailbox.resend(job, self._worker, epoch) == "stale":
                 self._lanes.drop(job, "the job moved to another worker")
-        for task in self._mailbox.requests_of(self._worker) - self._lanes.requests():
+        held = self._lanes.requests()
+        for task in self._mailbox.requests_of(self._worker) - held:
             self._mailbox.resend_request(task, self._worker)
+
+    def _reap_sessions(self) -> None:
+        now = time.monotonic()
+        if now - self._sessions_checked >= self._sessions_every:
+            self._sessions_checked = now
+            gone = self._mailbox.reap_sessions(self._settings.session_seconds)
+            if gone:
+                log.info("the clients of %d jobs are gone; dropped %s", len(gone), ", ".join(gone))
+            closed = self._mailbox.closed_jobs(2 * self._settings.lease_renew_seconds)
+            if closed:
+                self._reactions.jobs_gone(closed)
+                self._mailbox.forget_closed(closed)
+
+
+class Ears:
+    """Does the worker still hear? A consumer can stay connected and take nothing; then messages pile up."""
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience = patience_seconds
+        self._heard = -1
+        self._since = time.monotonic()
+
+    def silence(self, queued: int, deliveries: int) -> float | None:
+        """Seconds for which messages have been waiting and none was taken, once that is too long."""
+        now = time.monotonic()
+        if queued == 0 or deliveries != self._heard:
+            self._heard, self._since = deliveries, now
+            return None
+        return now - self._since if now - self._since > self._patience else None

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -27,15 +28,16 @@ from .clock import Clock
 from .committer import Committer
 from .engine.engine import Engine
 from .executor import decode_request
-from .lanes import Delivery, Lanes, Outcome
-from .lease import Lease
+from .lanes import Delivery, Lane, Lanes, Outcome
+from .lease import Lease, Reactions
 from .settings import WorkerSettings
 from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
-FENCED_EXIT_CODE = 17
 DRAIN_SECONDS = 20.0
+HAND_OVER_SECONDS = 10.0
+"""After SIGTERM, so long may jobs be handed on while the others go on; then everything stops."""
 
 
 def new_worker_id(name: str) -> str:
@@ -64,11 +66,19 @@ class Runtime:
             model_info.name,
             self.lanes,
             settings,
-            info=json.dumps(_about_this_process()),
             model_info=model_info.model_dump_json(),
-            on_fenced=self._fenced,
-            make_room=self._evict_one,
+            describe=self._describe,
+            reactions=Reactions(
+                fenced=lambda: _start_anew(f"worker {worker} was declared dead: its lease ran out"),
+                drain=self._drain,
+                make_room=self._make_room,
+                deaf=self._deaf,
+                jobs_gone=self._snapshots.remove_jobs,
+                pressed=self._set_pressed,
+            ),
         )
+        self._process = _about_this_process()
+        self._draining = False
         self._stopping = threading.Event()
 
     def start(self) -> None:
@@ -104,19 +114,30 @@ class Runtime:
 
     def run_op(self, op: str, job: str, seq: int, channel: str) -> Outcome | None:
         """Wait until the op is committed. None: a duplicate, or the job is not ours (any more)."""
-        payload = self.mailbox.take(job, seq, self.worker)
-        if payload is None or self._stopping.is_set():
+        self._lease.deliveries += 1
+        taken = self.mailbox.take(job, seq, self.worker)
+        if taken is None or self._stopping.is_set():
             return None
-        delivery = Delivery(task=ops.task_id(job, seq), op=op, request=_decoded(op, payload), channel=channel, seq=seq)
+        self.lanes.pass_cancelled(job, taken.committed, taken.incomplete)
+        delivery = Delivery(
+            task=ops.task_id(job, seq),
+            op=op,
+            request=_decoded(op, taken.payload),
+            channel=channel,
+            seq=seq,
+            request_bytes=len(taken.payload),
+        )
         if not self.lanes.deliver(job, delivery):
             return None
         return _settled(delivery.done)
 
     def run_request(self, op: str, task: str, channel: str) -> Outcome | None:
-        payload = self.mailbox.take_request(task, self.worker)
-        if payload is None or self._stopping.is_set():
+        self._lease.deliveries += 1
+        taken = self.mailbox.take_request(task, self.worker)
+        if taken is None or self._stopping.is_set():
             return None
-        delivery = Delivery(task=task, op=op, request=_decoded(op, payload), channel=channel)
+        payload, deaths = taken
+        delivery = Delivery(task=task, op=op, request=_decoded(op, payload), channel=channel, suspect=deaths > 0)
         if not self.lanes.deliver_request(delivery):
             return None
         return _settled(delivery.done)
@@ -132,34 +153,95 @@ class Runtime:
             self.mailbox.yield_job(job, self.worker, lane.epoch)
         self.lanes.drop(job, "the worker handed the job over")
 
-    def _evict_one(self) -> None:
-        """Jobs wait for a slot here: save the one that has been idle for longest and give its slot away.
+    def _make_room(self, waiting: int) -> None:
+        """So many jobs wait for a slot: give them those of jobs that have been idle for longest.
 
-        It comes back, here or elsewhere, as soon as it has work.
+        These come back, here or elsewhere, as soon as they have work.
         """
-        if len(self.lanes.jobs()) < self.settings.slots:
+        held = len(self.lanes.jobs())
+        if self._draining or held < self.settings.slots:
             return
-        lane = self.lanes.find_idle()
-        if lane is None:
+        wanted = waiting - self.lanes.leaving()
+        if wanted <= 0:
             return
-        log.info("job %s leaves its slot: idle for %.0f s and others wait", lane.job, time.monotonic() - lane.used)
+        for lane in self.lanes.to_evict(wanted, self.settings.slot_idle_seconds, self.settings.slot_seconds):
+            idle = time.monotonic() - lane.used
+            log.info("job %s leaves its slot: it ran its last op %.1f s ago, and others wait", lane.job, idle)
+            self._save_and_yield(lane)
+
+    def _save_and_yield(self, lane: Lane, then: Callable[[], None] = lambda: None) -> None:
+        """While the clock runs: save the job between two cycles, then hand it on."""
+
+        def saved() -> None:
+            try:
+                self.mailbox.yield_job(lane.job, self.worker, lane.epoch)
+            except RedisError as error:
+                log.warning("job %s could not be handed on: %s", lane.job, error)
+            self.lanes.drop(lane.job, "the job left this worker")
+            then()
+
         self.lanes.leave(lane)
-        self._snapshots.save_when_clean(lane, then=lambda: self._gave_up(lane))
+        self._snapshots.save_when_clean(lane, saved)
+        self.lanes.wake()
 
-    def _gave_up(self, lane: Any) -> None:
-        self.mailbox.yield_job(lane.job, self.worker, lane.epoch)
-        self.lanes.drop(lane.job, "the job left its slot")
+    def _drain(self) -> None:
+        """An operator wants this worker to leave: as if it had been sent SIGTERM."""
+        if not self._draining:
+            log.info("worker %s was asked to leave", self.worker)
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def _fenced(self) -> None:
-        # Everything in memory may be superseded. The supervisor starts a new incarnation under a new name.
-        log.error("worker %s was declared dead (its lease ran out) and must not go on; exiting", self.worker)
-        logging.shutdown()
-        os._exit(FENCED_EXIT_CODE)
+    def on_sigterm(self, then: Callable[[], None]) -> None:
+        """Hand the jobs on one by one while the others go on; then `then`. At a second call, only that."""
+        if self._draining:
+            then()
+            return
+        self._draining = True
+        threading.Thread(target=self._leave, args=(then,), name="lorry-leave", daemon=True).start()
+
+    def _leave(self, then: Callable[[], None]) -> None:
+        deadline = time.monotonic() + HAND_OVER_SECONDS
+        try:
+            self.mailbox.close_doors(self.worker)
+            lanes = self.lanes.staying()
+            for number, lane in enumerate(lanes):
+                gone = threading.Event()
+                self._save_and_yield(lane, gone.set)
+                if not gone.wait(max(0.0, deadline - time.monotonic())):
+                    break
+                log.info("job %s was handed on, %d are left", lane.job, len(lanes) - number - 1)
+        except RedisError as error:
+            log.warning("could not hand the jobs on: %s", error)
+        finally:
+            then()
+
+    def _deaf(self, seconds: float) -> None:
+        try:
+            # Its jobs need not wait for the end of a lease that it cannot use.
+            self.mailbox.goodbye(self.worker)
+        except RedisError as error:
+            log.warning("could not hand the jobs on: %s", error)
+        _start_anew(f"worker {self.worker} has heard nothing for {seconds:.0f} s")
+
+    def _set_pressed(self, pressed: bool) -> None:
+        self._snapshots.pressed = pressed
+
+    def _describe(self) -> str:
+        """What `lorry workers` shows, as JSON."""
+        load = {"cycle": self._clock.cycle, "jobs": len(self.lanes.jobs()), "requests": len(self.lanes.requests())}
+        return json.dumps({**self._process, **load})
 
     def _clock_died(self, error: BaseException) -> None:
         log.critical("worker %s cannot compute any more: %r; exiting", self.worker, error)
         logging.shutdown()
         os._exit(1)
+
+
+def _start_anew(reason: str) -> None:
+    """Become a new incarnation under a new name: what this one has in memory may be superseded."""
+    log.error("%s; starting anew", reason)
+    logging.shutdown()
+    # The same program in the same process: whoever supervises it by its pid sees no end of it.
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _decoded(op: str, payload: bytes) -> Any:

@@ -30,4 +30,12 @@ class WorkerSettings(QueueSettings):
     """A job's state is saved in the background after so many optimizer steps ..."""
     snapshot_seconds: float = Field(60.0, gt=0)
     """... or, if it changed, after so many seconds."""
+    snapshot_bytes: int = Field(64 * 2**20, ge=1)
+    """... or once the requests that a replay would need weigh so much."""
+    slot_idle_seconds: float = Field(1.0, ge=0)
+    """While jobs wait for a slot: one that had nothing to do for so long gives its slot away ..."""
+    slot_seconds: float = Field(30.0, gt=0)
+    """... and if there is none, the one that has had its slot for longest, but at least so long."""
+    deaf_seconds: float = Field(60.0, gt=0)
+    """A worker whose queue holds messages and that has taken none for so long starts itself anew."""
     log_level: str = "INFO"

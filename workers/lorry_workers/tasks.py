@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +70,24 @@ def register_tasks(app: Celery, runtime: Callable[[], Runtime]) -> None:
         return finish(self, lambda: runtime().run_request(ops.SAMPLE, self.request.id, channel))
 
 
+def hand_over_at_sigterm(runtime: Runtime) -> None:
+    """Celery's own reaction to SIGTERM, to hear no more messages, comes after the runtime has handed its jobs on."""
+    celerys = signal.getsignal(signal.SIGTERM)
+    if not callable(celerys):
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        def stop() -> None:
+            if threading.current_thread() is threading.main_thread():
+                celerys(number, frame)
+            else:
+                os.kill(os.getpid(), number)  # comes back here, in the main thread
+
+        runtime.on_sigterm(stop)
+
+    signal.signal(signal.SIGTERM, on_signal)
+
+
 def runtime_step(make: Callable[[], Runtime]) -> tuple[type[bootsteps.StartStopStep], Callable[[], Runtime]]:
     """-> (the bootstep that owns the runtime for the life of the worker, a way to reach it)."""
     holder: list[Runtime] = []
@@ -80,6 +100,7 @@ def runtime_step(make: Callable[[], Runtime]) -> tuple[type[bootsteps.StartStopS
             runtime = make()
             holder.append(runtime)
             runtime.start()
+            hand_over_at_sigterm(runtime)
 
         def stop(self, worker: Any) -> None:
             for runtime in holder:

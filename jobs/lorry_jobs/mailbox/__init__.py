@@ -1,6 +1,6 @@
 """The mailbox: the one place that knows the keys of a job's chain in Redis."""
 
-from .mailbox import DROP_GRADIENTS, SKIP, Effect, JobStatus, Mailbox, Placement, RequestStatus
+from .mailbox import DROP_GRADIENTS, SKIP, Effect, JobStatus, Mailbox, Placement, RequestStatus, Taken
 from .names import meta_key, output_key, queue_name, result_channel
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Mailbox",
     "Placement",
     "RequestStatus",
+    "Taken",
     "meta_key",
     "output_key",
     "queue_name",

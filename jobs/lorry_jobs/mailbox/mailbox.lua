@@ -5,12 +5,13 @@
 -- Keys (P = "lorry:"):
 --   P jobs                       ZSET  job -> created ms
 --   P job:<job>                  HASH  state active|failed|closed, model, spec, owner, epoch, committed, released,
---                                      snapshot, snapshot_ref, incomplete, window, max_ops, max_bytes, queued_bytes,
---                                      cost_ms, created, why
---   P job:<job>:ops              HASH  seq -> kombu envelope, kept until a snapshot covers it (the journal);
---                                      "-" where the op left no effect, "!" where it dropped the gradients
+--                                      snapshot, snapshot_ref, previous_snapshot, previous_ref, incomplete, window,
+--                                      max_ops, max_bytes, queued_bytes, cost_ms, last_commit, created, why, session,
+--                                      suspect (the last of them), restore_deaths
+--   P job:<job>:ops              HASH  seq -> kombu envelope, kept until the previous snapshot covers it (the
+--                                      journal); "-" where the op left no effect, "!" where it dropped the gradients
 --   P job:<job>:payloads         HASH  seq -> request bytes, kept as long as the envelope
---   P job:<job>:digests          HASH  seq -> digest of the request, kept for the life of the job
+--   P job:<job>:ledger           HASH  seq -> 16 bytes of digest, then JSON: what became of the op; of the last 500 and those to come
 --   P job:<job>:cancelled        HASH  seq -> JSON {task, meta, channel, poisons}
 --   P unplaced:<model>           ZSET  job -> since ms            jobs with work and no worker
 --   P queue:<worker>             LIST  the Celery queue that only this worker incarnation consumes
@@ -18,11 +19,14 @@
 --   P workers:dead               ZSET  worker -> fenced at ms     never comes back under this name
 --   P workers:slots:<model>      ZSET  worker -> free job slots
 --   P workers:seats:<model>      ZSET  worker -> free seats for sampling requests
---   P worker:<worker>            HASH  model, info (JSON), started
+--   P worker:<worker>            HASH  model, info (JSON), started, trying, drain
 --   P worker:<worker>:jobs       SET
 --   P worker:<worker>:requests   SET
---   P request:<id>               HASH  model, envelope, payload, digest, owner, channel, tries
+--   P request:<id>               HASH  model, envelope, payload, digest, owner, channel, deaths
 --   P waiting:<model>            ZSET  request -> since ms        requests with no free seat
+--   P sessions                   ZSET  session -> last heartbeat ms;  P session:<session> SET of its jobs
+--   P closed                     ZSET  job -> closed ms: gone here, but a worker still has to delete its snapshots
+--   P bytes                      number: the payload bytes of all jobs and requests together
 --   P models                     HASH  model -> info (JSON)       every model that a worker ever served here
 --   P checkpoints                HASH  path -> JSON; an index of the store, which is the truth
 --   P tokenizer:<sha256>         the files of a model's tokenizer
@@ -82,23 +86,16 @@ local function disown(job)
   R('HSET', job_key(job), 'owner', '', 'released', R('HGET', job_key(job), 'committed'))
 end
 
--- The owner gives the job and its slot back.
-local function leave(job, worker)
-  if R('SREM', P .. 'worker:' .. worker .. ':jobs', job) == 1 then
-    give_back(P .. 'workers:slots:' .. R('HGET', job_key(job), 'model'), worker)
-  end
-  disown(job)
-end
-
+-- Give the job to a worker, unless others have been waiting for one for longer: whatever frees a slot calls
+-- `place_waiting`, so while there are such jobs there is no slot.
 local function place(job, model, avoid)
-  local worker = pick_worker(P .. 'workers:slots:' .. model, avoid)
-  if not worker then
-    R('ZADD', P .. 'unplaced:' .. model, 'NX', now_ms(), job)
-    return nil
-  end
+  local waiting = P .. 'unplaced:' .. model
+  R('ZADD', waiting, 'NX', now_ms(), job)
+  local worker = R('ZRANK', waiting, job) == 0 and pick_worker(P .. 'workers:slots:' .. model, avoid)
+  if not worker then return nil end
+  R('ZREM', waiting, job)
   R('ZINCRBY', P .. 'workers:slots:' .. model, -1, worker)
   R('SADD', P .. 'worker:' .. worker .. ':jobs', job)
-  R('ZREM', P .. 'unplaced:' .. model, job)
   raise_epoch(job)
   R('HSET', job_key(job), 'owner', worker, 'released', R('HGET', job_key(job), 'committed'))
   return worker
@@ -107,7 +104,24 @@ end
 local function drop_payload(job, seq)
   local size = R('HSTRLEN', job_key(job) .. ':payloads', seq)
   R('HDEL', job_key(job) .. ':payloads', seq)
-  if size > 0 then R('HINCRBY', job_key(job), 'queued_bytes', -size) end
+  if size > 0 then
+    R('HINCRBY', job_key(job), 'queued_bytes', -size)
+    R('DECRBY', P .. 'bytes', size)
+  end
+end
+
+-- The ledger says of every op what became of it. `entry` is a JSON object without the times that only Redis knows.
+-- -> when the op was queued
+local LEDGER_LENGTH = 500
+local function write_ledger(job, seq, entry)
+  local key = job_key(job) .. ':ledger'
+  local known = R('HGET', key, seq)
+  if not known then return 0 end
+  local queued = string.match(known, '"queued":(%d+)', 17) or '0'
+  local times = '{"queued":' .. queued .. ',"committed":' .. whole(now_ms()) .. ','
+  R('HSET', key, seq, string.sub(known, 1, 16) .. times .. string.sub(entry, 2))
+  if seq > LEDGER_LENGTH then R('HDEL', key, seq - LEDGER_LENGTH) end
+  return tonumber(queued)
 end
 
 -- Resolve cancelled ops that have reached the head of the chain. They count as committed and leave no effect.
@@ -124,6 +138,7 @@ local function pass_cancelled(job, ttl)
     R('HSET', k .. ':ops', seq, '-')
     R('HDEL', k .. ':cancelled', seq)
     drop_payload(job, seq)
+    write_ledger(job, seq, '{"status":"cancelled"}')
     publish_result(c.task, c.meta, '', ttl, c.channel)
   end
 end
@@ -155,9 +170,22 @@ local function release(job, avoid)
   return count
 end
 
--- Give free places to the jobs that have waited longest.
-local function place_unplaced(model)
-  for _, job in ipairs(R('ZRANGE', P .. 'unplaced:' .. model, 0, 15)) do release(job) end
+-- There may be room: the job that has waited longest goes first.
+local function place_waiting(model)
+  local waiting = P .. 'unplaced:' .. model
+  for _ = 1, 64 do
+    local job = R('ZRANGE', waiting, 0, 0)[1]
+    if not job then return end
+    release(job)
+    if R('ZRANK', waiting, job) then return end
+  end
+end
+
+-- The owner's slot is free again. (The job itself is to be disowned or deleted.)
+local function free_slot(job, owner, model)
+  if owner ~= '' and R('SREM', P .. 'worker:' .. owner .. ':jobs', job) == 1 then
+    give_back(P .. 'workers:slots:' .. model, owner)
+  end
 end
 
 -- Fail everything that is queued on a failed job, in order, without running it. What was cancelled stays cancelled.
@@ -175,6 +203,7 @@ local function drain_failed(job, template, ttl)
     R('HSET', k, 'committed', seq, 'released', seq)
     R('HDEL', k .. ':ops', seq)
     drop_payload(job, seq)
+    write_ledger(job, seq, '{"status":"job_failed"}')
     publish_result(headers.id, cjson.encode(meta), '', ttl, headers.lorry_channel or '')
   end
 end
@@ -183,6 +212,61 @@ end
 local function owns(job, worker, epoch)
   local h = R('HMGET', job_key(job), 'owner', 'epoch')
   return h[1] == worker and h[2] == epoch
+end
+
+-------------------------------------------------------------------------------- ops and requests that kill workers
+
+-- A result record for an error that the mailbox itself found out about.
+local function crash_meta(task, message, job, op, seq)
+  return cjson.encode({
+    status = 'FAILURE', task_id = task, traceback = cjson.null, children = cjson.null,
+    result = {
+      exc_type = 'WorkerCrashed', exc_module = 'lorry_jobs.errors', exc_message = { message },
+      lorry = { code = 'worker_crashed', message = message, job = job, op = op, seq = seq },
+    },
+  })
+end
+
+-- The head of this job's chain has taken two workers down: it fails alone, and the job goes on.
+local function fail_head(job, seq, worker, ttl)
+  local k = job_key(job)
+  local headers = cjson.decode(R('HGET', k .. ':ops', seq)).headers
+  local op = string.gsub(headers.task, '^lorry%.', '')
+  local message = 'two workers died while they ran this op (the last was ' .. worker .. '); it is not tried again. ' ..
+    'The log of that worker says why: often it ran out of memory, and a smaller batch fits. The job goes on'
+  R('HSET', k, 'committed', seq, 'released', seq)
+  if op == 'forward_backward' and R('HGET', k, 'incomplete') == '' then R('HSET', k, 'incomplete', seq) end
+  -- As for any step that fails: its gradients go with it.
+  if op == 'optim_step' then R('HSET', k, 'incomplete', '') end
+  R('HSET', k .. ':ops', seq, op == 'optim_step' and '!' or '-')
+  drop_payload(job, seq)
+  write_ledger(job, seq, cjson.encode({ status = 'worker_crashed', op = op, worker = worker, attempt = 2 }))
+  publish_result(headers.id, crash_meta(headers.id, message, job, op, seq), '', ttl, headers.lorry_channel or '')
+end
+
+-- Workers died while they rebuilt this job's state, before any op of it ran: nobody else is to try.
+local function fail_unrestorable(job, worker, ttl)
+  local message = 'workers died while they rebuilt the state of this job (the last was ' .. worker .. '); it is ' ..
+    'not tried again. The log of that worker says why. Create a new client from a checkpoint'
+  local template = crash_meta('', message, job, cjson.null, cjson.null)
+  R('HSET', job_key(job), 'state', 'failed', 'why', template)
+  drain_failed(job, template, ttl)
+end
+
+-- A worker died with this job. The first time, all that it had been given become suspects (the last commits may have
+-- been on their way, so it need not have died of the first): workers run suspects one at a time and say so before. The
+-- second time, only the one that was really running is to blame.
+local function blame(job, worker, trying, ttl)
+  local k = job_key(job)
+  if trying == 'restore ' .. job and R('HINCRBY', k, 'restore_deaths', 1) >= 2 then
+    fail_unrestorable(job, worker, ttl)
+  end
+  local committed, released, suspect = unpack(R('HMGET', k, 'committed', 'released', 'suspect'))
+  local head = tonumber(committed) + 1
+  released, suspect = tonumber(released), tonumber(suspect) or -1
+  if released < head or R('HEXISTS', k .. ':ops', head) == 0 then return end
+  R('HSET', k, 'suspect', math.max(released, suspect))
+  if trying == job and head <= suspect then fail_head(job, head, worker, ttl) end
 end
 
 -------------------------------------------------------------------------------------------------- sampling requests
@@ -199,9 +283,13 @@ local function seat(id, avoid)
   R('ZINCRBY', P .. 'workers:seats:' .. model, -1, worker)
   R('SADD', P .. 'worker:' .. worker .. ':requests', id)
   R('HSET', k, 'owner', worker)
-  R('HINCRBY', k, 'tries', 1)
   R('LPUSH', P .. 'queue:' .. worker, envelope)
   return true
+end
+
+local function drop_request(id)
+  R('DECRBY', P .. 'bytes', R('HSTRLEN', P .. 'request:' .. id, 'payload'))
+  R('DEL', P .. 'request:' .. id)
 end
 
 local function seat_waiting(model)
@@ -219,7 +307,7 @@ local F = {}
 ---------------------------------------------------------------------------------------------- called by clients
 
 -- -> ok | dup | conflict.  A job starts at committed = -1; its create_model is op 0.
-function F.create(job, model, spec, window, max_ops, max_bytes)
+function F.create(job, model, spec, window, max_ops, max_bytes, session)
   local k = job_key(job)
   if R('EXISTS', k) == 1 then
     local h = R('HMGET', k, 'model', 'spec')
@@ -227,34 +315,45 @@ function F.create(job, model, spec, window, max_ops, max_bytes)
   end
   local t = now_ms()
   R('HSET', k, 'state', 'active', 'model', model, 'spec', spec, 'owner', '', 'epoch', 0, 'committed', -1,
-    'released', -1, 'snapshot', -1, 'snapshot_ref', '', 'incomplete', '', 'window', window, 'max_ops', max_ops,
-    'max_bytes', max_bytes, 'queued_bytes', 0, 'cost_ms', 0, 'created', whole(t), 'why', '')
+    'released', -1, 'snapshot', -1, 'snapshot_ref', '', 'previous_snapshot', -1, 'previous_ref', '', 'incomplete', '',
+    'window', window, 'max_ops', max_ops, 'max_bytes', max_bytes, 'queued_bytes', 0,
+    'cost_ms', 0, 'last_commit', 0, 'created', whole(t), 'why', '',
+    'session', session, 'suspect', '', 'restore_deaths', 0)
   R('ZADD', P .. 'jobs', t, job)
+  R('SADD', P .. 'session:' .. session, job)
+  R('ZADD', P .. 'sessions', 'NX', t, session)
   return 'ok'
 end
 
 -- -> ok | dup | conflict | full | closed | failed | nojob.  Safe to repeat.
-function F.submit(job, seq, envelope, payload, digest, task, channel, ttl)
+function F.submit(job, seq, envelope, payload, digest, task, channel, ttl, max_total)
   local k = job_key(job)
   local state, committed, max_ops, max_bytes, queued, why =
     unpack(R('HMGET', k, 'state', 'committed', 'max_ops', 'max_bytes', 'queued_bytes', 'why'))
   if not state then return 'nojob' end
   seq, committed = tonumber(seq), tonumber(committed)
-  local known = R('HGET', k .. ':digests', seq)
+  if seq < 0 then return 'conflict' end
+  local known = R('HGET', k .. ':ledger', seq)
   if known then
-    if known ~= digest then return 'conflict' end
+    if string.sub(known, 1, 16) ~= digest then return 'conflict' end
     if seq <= committed then republish(task, channel) end
     return 'dup'
   end
-  if seq <= committed then return 'conflict' end
+  if seq <= committed then  -- so long ago that the ledger has forgotten its digest
+    republish(task, channel)
+    return 'dup'
+  end
   if state == 'closed' then return 'closed' end
   -- The next op is always taken, so that a bound can slow a job down but never wedge it.
+  local total = tonumber(R('GET', P .. 'bytes') or 0)
   local room = seq - committed <= tonumber(max_ops) and tonumber(queued) + #payload <= tonumber(max_bytes)
+    and total + #payload <= tonumber(max_total)
   if not room and seq ~= committed + 1 then return 'full' end
   R('HSET', k .. ':ops', seq, envelope)
   R('HSET', k .. ':payloads', seq, payload)
-  R('HSET', k .. ':digests', seq, digest)
+  R('HSET', k .. ':ledger', seq, digest .. '{"queued":' .. whole(now_ms()) .. '}')
   R('HINCRBY', k, 'queued_bytes', #payload)
+  R('INCRBY', P .. 'bytes', #payload)
   if state == 'failed' then
     drain_failed(job, why, ttl)
     return 'failed'
@@ -294,8 +393,8 @@ function F.status(job)
   })
 end
 
--- -> ok | dup | conflict.  An unordered request; safe to repeat.
-function F.request(id, model, envelope, payload, digest, channel)
+-- -> ok | dup | conflict | full.  An unordered request; safe to repeat.
+function F.request(id, model, envelope, payload, digest, channel, max_total)
   local k = P .. 'request:' .. id
   local known = R('HGET', k, 'digest')
   if known then return known == digest and 'dup' or 'conflict' end
@@ -303,8 +402,12 @@ function F.request(id, model, envelope, payload, digest, channel)
     republish(id, channel)
     return 'dup'
   end
+  -- As with ops: the bound slows down, but what nobody waits before is always taken.
+  local total = tonumber(R('GET', P .. 'bytes') or 0)
+  if total + #payload > tonumber(max_total) and R('EXISTS', P .. 'waiting:' .. model) == 1 then return 'full' end
+  R('INCRBY', P .. 'bytes', #payload)
   R('HSET', k, 'model', model, 'envelope', envelope, 'payload', payload, 'digest', digest, 'owner', '',
-    'channel', channel, 'tries', 0)
+    'channel', channel, 'deaths', 0)
   seat(id)
   return 'ok'
 end
@@ -329,7 +432,7 @@ function F.cancel_request(id, meta, channel, ttl)
   local model, owner = unpack(R('HMGET', k, 'model', 'owner'))
   if not model or owner ~= '' then return 'late' end
   R('ZREM', P .. 'waiting:' .. model, id)
-  R('DEL', k)
+  drop_request(id)
   publish_result(id, meta, '', ttl, channel)
   return 'cancelled'
 end
@@ -337,33 +440,94 @@ end
 -- Drop everything of a job but its results and checkpoints.
 function F.close(job)
   local k = job_key(job)
-  local owner, model = unpack(R('HMGET', k, 'owner', 'model'))
+  local owner, model, queued, session = unpack(R('HMGET', k, 'owner', 'model', 'queued_bytes', 'session'))
   if not owner then return 'nojob' end
-  if owner ~= '' and R('SREM', P .. 'worker:' .. owner .. ':jobs', job) == 1 then
-    give_back(P .. 'workers:slots:' .. model, owner)
-  end
+  R('DECRBY', P .. 'bytes', queued)
+  R('SREM', P .. 'session:' .. session, job)
   R('ZREM', P .. 'unplaced:' .. model, job)
   R('ZREM', P .. 'jobs', job)
-  R('DEL', k, k .. ':ops', k .. ':payloads', k .. ':digests', k .. ':cancelled')
-  place_unplaced(model)
+  R('DEL', k, k .. ':ops', k .. ':payloads', k .. ':ledger', k .. ':cancelled')
+  R('ZADD', P .. 'closed', now_ms(), job)
+  free_slot(job, owner, model)
+  place_waiting(model)
   return 'ok'
+end
+
+-- A client process says that it is there, and so are its jobs.
+function F.heartbeat(session) R('ZADD', P .. 'sessions', now_ms(), session) return 'ok' end
+
+-- The client is done with its jobs: they go at the next reaping, without waiting for the heartbeat to grow old.
+function F.end_session(session) R('ZADD', P .. 'sessions', 0, session) return 'ok' end
+
+-- -> jobs that were closed so long ago that nobody writes snapshots of them any more
+function F.closed_jobs(age_ms) return R('ZRANGEBYSCORE', P .. 'closed', '-inf', now_ms() - tonumber(age_ms)) end
+
+-- The store holds nothing of these closed jobs any more.
+function F.forget_closed(...) return R('ZREM', P .. 'closed', ...) end
+
+-- Drop the jobs of sessions without a heartbeat for so long, once their ops are done. -> the jobs that went
+function F.reap_sessions(timeout_ms, limit)
+  local gone = {}
+  for _, session in ipairs(R('ZRANGEBYSCORE', P .. 'sessions', '-inf', now_ms() - tonumber(timeout_ms), 'LIMIT', 0, limit)) do
+    local jobs = R('SMEMBERS', P .. 'session:' .. session)
+    local left = #jobs
+    for _, job in ipairs(jobs) do
+      local committed = R('HGET', job_key(job), 'committed')
+      if not committed or R('HEXISTS', job_key(job) .. ':ops', tonumber(committed) + 1) == 0 then
+        if committed then F.close(job) else R('SREM', P .. 'session:' .. session, job) end
+        gone[#gone + 1] = job
+        left = left - 1
+      end
+    end
+    if left == 0 then
+      R('ZREM', P .. 'sessions', session)
+      R('DEL', P .. 'session:' .. session)
+    end
+  end
+  return gone
 end
 
 ---------------------------------------------------------------------------------------------- called by workers
 
--- Register, or renew the lease. -> ok | dead.  A fenced worker must come back under a new name.
+-- Register, or renew the lease. -> ok | drain | dead.  A fenced worker must come back under a new name.
 function F.hello(worker, model, slots, seats, lease_ms, info, model_info)
   local t = now_ms()
   if R('ZSCORE', P .. 'workers:dead', worker) then return 'dead' end
   R('ZADD', P .. 'workers:alive', t + tonumber(lease_ms), worker)
   if R('EXISTS', P .. 'worker:' .. worker) == 0 then
-    R('HSET', P .. 'worker:' .. worker, 'model', model, 'info', info, 'started', whole(t))
+    R('HSET', P .. 'worker:' .. worker, 'model', model, 'started', whole(t))
     R('ZADD', P .. 'workers:slots:' .. model, slots, worker)
     R('ZADD', P .. 'workers:seats:' .. model, seats, worker)
     R('HSET', P .. 'models', model, model_info)
   end
-  place_unplaced(model)
+  R('HSET', P .. 'worker:' .. worker, 'info', info)
+  if R('HEXISTS', P .. 'worker:' .. worker, 'drain') == 1 then return 'drain' end
+  place_waiting(model)
   seat_waiting(model)
+  return 'ok'
+end
+
+-- A worker stops taking new jobs and requests (it still commits what it holds).
+function F.close_doors(worker)
+  local model = R('HGET', P .. 'worker:' .. worker, 'model')
+  if not model then return 'gone' end
+  R('ZREM', P .. 'workers:slots:' .. model, worker)
+  R('ZREM', P .. 'workers:seats:' .. model, worker)
+  return 'ok'
+end
+
+-- An operator asks a worker to leave. It hears of it when it next renews its lease. -> ok | unknown
+function F.drain(worker)
+  if F.close_doors(worker) == 'gone' then return 'unknown' end
+  R('HSET', P .. 'worker:' .. worker, 'drain', 1)
+  return 'ok'
+end
+
+-- A worker says which suspect it is about to run (a job, or a sampling request), or whose state it is about to
+-- rebuild ('restore <job>'); '' when it is done.
+function F.trying(worker, what)
+  if R('EXISTS', P .. 'worker:' .. worker) == 0 then return 'gone' end
+  R('HSET', P .. 'worker:' .. worker, 'trying', what)
   return 'ok'
 end
 
@@ -373,32 +537,46 @@ function F.adopt(job, worker)
   return R('HGETALL', job_key(job))
 end
 
--- -> the request's bytes | false.  Ops of a job that moved on are not handed out again.
+-- -> {the request's bytes, committed, incomplete} | false.  Ops of a job that moved on are not handed out again.
+-- The last two tell the owner of ops that were cancelled: they are committed without having come its way.
 function F.take(job, seq, worker)
-  local owner, committed = unpack(R('HMGET', job_key(job), 'owner', 'committed'))
+  local owner, committed, incomplete = unpack(R('HMGET', job_key(job), 'owner', 'committed', 'incomplete'))
   if owner ~= worker or tonumber(seq) <= tonumber(committed) then return false end
-  return R('HGET', job_key(job) .. ':payloads', seq)
+  local payload = R('HGET', job_key(job) .. ':payloads', seq)
+  return payload and { payload, committed, incomplete }
 end
 
 -- -> ok | dup | stale | gap.  incomplete: '-' keep, '' clear, else the seq whose gradients are missing.
 -- effect '1': a replay runs the op again, '0': it changed nothing and is skipped, 'drop': it dropped the gradients.
-function F.commit(job, seq, worker, epoch, task, meta, output, ttl, channel, incomplete, effect, cost_ms)
+-- entry: the op's line in the ledger.
+function F.commit(job, seq, worker, epoch, task, meta, output, ttl, channel, incomplete, effect, entry)
   local k = job_key(job)
   if not owns(job, worker, epoch) then return 'stale' end
   seq = tonumber(seq)
-  local committed, cost = unpack(R('HMGET', k, 'committed', 'cost_ms'))
+  local committed, cost, last_commit, suspect =
+    unpack(R('HMGET', k, 'committed', 'cost_ms', 'last_commit', 'suspect'))
   committed = tonumber(committed)
   if seq <= committed then return 'dup' end
   if seq ~= committed + 1 then return 'gap' end
-  R('HSET', k, 'committed', seq)
+  if suspect ~= '' then
+    R('HSET', P .. 'worker:' .. worker, 'trying', '')
+    if seq >= tonumber(suspect) then R('HSET', k, 'suspect', '', 'restore_deaths', 0) end
+  end
+  local queued = write_ledger(job, seq, entry)
   if incomplete ~= '-' then R('HSET', k, 'incomplete', incomplete) end
   if effect ~= '1' then
     R('HSET', k .. ':ops', seq, effect == 'drop' and '!' or '-')
     drop_payload(job, seq)
   end
-  -- An exponential mean of what an op costs, for the ETA a waiting client is told.
-  cost = tonumber(cost)
-  R('HSET', k, 'cost_ms', cost == 0 and cost_ms or whole(cost * 0.8 + tonumber(cost_ms) * 0.2))
+  -- For the ETA a waiting client is told: the mean time of an op at the head of this chain, and so with the other
+  -- jobs' share of the worker in it. It could not be there before its worker had the job, which the epoch dates.
+  local t = now_ms()
+  if seq > 0 then
+    local since = math.max(tonumber(last_commit), queued, tonumber(epoch))
+    local weight = math.max(0.1, 1 / seq)
+    cost = tonumber(cost) * (1 - weight) + math.max(0, t - since) * weight
+  end
+  R('HSET', k, 'committed', seq, 'last_commit', whole(t), 'cost_ms', string.format('%.1f', cost))
   publish_result(task, meta, output, ttl, channel)
   pass_cancelled(job, ttl)
   release(job)
@@ -411,7 +589,8 @@ function F.finish_request(id, worker, meta, output, ttl, channel)
   local model, owner = unpack(R('HMGET', k, 'model', 'owner'))
   if not model then return 'dup' end
   if owner ~= worker then return 'stale' end
-  R('DEL', k)
+  if R('HGET', k, 'deaths') ~= '0' then R('HSET', P .. 'worker:' .. worker, 'trying', '') end
+  drop_request(id)
   if R('SREM', P .. 'worker:' .. worker .. ':requests', id) == 1 then
     give_back(P .. 'workers:seats:' .. model, worker)
   end
@@ -420,24 +599,37 @@ function F.finish_request(id, worker, meta, output, ttl, channel)
   return 'ok'
 end
 
+-- -> {payload, deaths} | false
 function F.take_request(id, worker)
-  local k = P .. 'request:' .. id
-  if R('HGET', k, 'owner') ~= worker then return false end
-  return R('HGET', k, 'payload')
+  local owner, payload, deaths = unpack(R('HMGET', P .. 'request:' .. id, 'owner', 'payload', 'deaths'))
+  if owner ~= worker then return false end
+  return { payload, deaths }
 end
 
--- Move the snapshot pointer and free the journal that it covers. -> ok | stale | gap
+-- Move the snapshot pointer. The one before is kept, and with it the journal since, so that a snapshot that cannot be
+-- read is no loss; what only the one before that needed is freed. -> {stale | gap | old} | {ok, the freed ref, the kept one's}
 function F.snapshot(job, worker, epoch, seq, ref)
   local k = job_key(job)
-  if not owns(job, worker, epoch) then return 'stale' end
-  local committed, last = unpack(R('HMGET', k, 'committed', 'snapshot'))
+  if not owns(job, worker, epoch) then return { 'stale' } end
+  local committed, last, last_ref, previous, previous_ref =
+    unpack(R('HMGET', k, 'committed', 'snapshot', 'snapshot_ref', 'previous_snapshot', 'previous_ref'))
   seq = tonumber(seq)
-  if seq > tonumber(committed) or seq < tonumber(last) then return 'gap' end
-  R('HSET', k, 'snapshot', seq, 'snapshot_ref', ref)
-  for s = tonumber(last) + 1, seq do
+  if seq > tonumber(committed) then return { 'gap' } end
+  if seq < tonumber(last) then return { 'old' } end
+  R('HSET', k, 'snapshot', seq, 'snapshot_ref', ref, 'previous_snapshot', last, 'previous_ref', last_ref)
+  for s = tonumber(previous) + 1, tonumber(last) do
     R('HDEL', k .. ':ops', s)
     drop_payload(job, s)
   end
+  return { 'ok', previous_ref ~= last_ref and previous_ref or '', last_ref }
+end
+
+-- The owner could not read the last snapshot, but the one before and the journal since: that one is the last now.
+function F.distrust(job, worker, epoch, ref)
+  local k = job_key(job)
+  if not owns(job, worker, epoch) then return 'stale' end
+  if R('HGET', k, 'snapshot_ref') ~= ref then return 'old' end
+  R('HSET', k, 'snapshot', R('HGET', k, 'previous_snapshot'), 'snapshot_ref', R('HGET', k, 'previous_ref'))
   return 'ok'
 end
 
@@ -466,8 +658,10 @@ end
 -- Hand a job back (drain, eviction). -> ok | stale
 function F.yield(job, worker, epoch)
   if not owns(job, worker, epoch) then return 'stale' end
-  leave(job, worker)
-  place_unplaced(R('HGET', job_key(job), 'model'))  -- those that wait come before the one that leaves
+  local model = R('HGET', job_key(job), 'model')
+  free_slot(job, worker, model)
+  disown(job)
+  place_waiting(model)  -- before this job, if it has work: it had its turn
   release(job, worker)
   return 'ok'
 end
@@ -478,14 +672,16 @@ function F.fail(job, worker, epoch, template, ttl)
   if not owns(job, worker, epoch) then return 'stale' end
   R('HSET', job_key(job), 'state', 'failed', 'why', template)
   drain_failed(job, template, ttl)
-  leave(job, worker)
-  place_unplaced(R('HGET', job_key(job), 'model'))
+  local model = R('HGET', job_key(job), 'model')
+  free_slot(job, worker, model)
+  disown(job)
+  place_waiting(model)
   return 'ok'
 end
 
 -- Take a worker out of service: no new jobs or requests, those it holds go elsewhere. Used for the dead and the leaving.
-local function retire(worker, limit)
-  local model = R('HGET', P .. 'worker:' .. worker, 'model')
+local function retire(worker, limit, died, ttl)
+  local model, trying = unpack(R('HMGET', P .. 'worker:' .. worker, 'model', 'trying'))
   local moved = 0
   if model then
     R('ZREM', P .. 'workers:slots:' .. model, worker)
@@ -493,49 +689,53 @@ local function retire(worker, limit)
   end
   for _, job in ipairs(R('SPOP', P .. 'worker:' .. worker .. ':jobs', limit)) do
     if R('HGET', job_key(job), 'owner') == worker then
+      if died then blame(job, worker, trying, ttl) end
       disown(job)
+      pass_cancelled(job, ttl)
       release(job)
       moved = moved + 1
     end
   end
   for _, id in ipairs(R('SPOP', P .. 'worker:' .. worker .. ':requests', limit)) do
-    if R('HGET', P .. 'request:' .. id, 'owner') == worker then
-      R('HSET', P .. 'request:' .. id, 'owner', '')
-      seat(id)
+    local k = P .. 'request:' .. id
+    local owner, deaths, channel = unpack(R('HMGET', k, 'owner', 'deaths', 'channel'))
+    if owner == worker then
+      if died and (deaths == '0' or trying == id) then deaths = R('HINCRBY', k, 'deaths', 1) end
+      if tonumber(deaths) >= 2 then
+        local message = 'two workers died while they sampled this request (the last was ' .. worker ..
+          '); it is not tried again. The log of that worker says why'
+        drop_request(id)
+        publish_result(id, crash_meta(id, message, cjson.null, 'sample', cjson.null), '', ttl, channel)
+      else
+        R('HSET', k, 'owner', '')
+        seat(id)
+      end
       moved = moved + 1
     end
   end
   if R('SCARD', P .. 'worker:' .. worker .. ':jobs') + R('SCARD', P .. 'worker:' .. worker .. ':requests') == 0 then
     R('ZREM', P .. 'workers:alive', worker)
-    R('DEL', P .. 'queue:' .. worker, P .. 'worker:' .. worker)
+    -- The last is what kombu keeps about the queue.
+    R('DEL', P .. 'queue:' .. worker, P .. 'worker:' .. worker, '_kombu.binding.' .. P .. 'queue:' .. worker)
   end
   return moved
 end
 
 -- Anyone may call this: moves the jobs and requests of workers whose lease ran out. -> number moved
-function F.reap(limit)
+function F.reap(limit, ttl)
   local t, moved = now_ms(), 0
   for _, worker in ipairs(R('ZRANGEBYSCORE', P .. 'workers:alive', '-inf', t, 'LIMIT', 0, 4)) do
     R('ZADD', P .. 'workers:dead', t, worker)
-    moved = moved + retire(worker, limit)
+    moved = moved + retire(worker, limit, true, ttl)
   end
   R('ZREMRANGEBYSCORE', P .. 'workers:dead', '-inf', t - 86400000)
   return moved
 end
 
--- A worker stops taking new jobs and requests (it still commits what it holds).
-function F.close_doors(worker)
-  local model = R('HGET', P .. 'worker:' .. worker, 'model')
-  if not model then return 'gone' end
-  R('ZREM', P .. 'workers:slots:' .. model, worker)
-  R('ZREM', P .. 'workers:seats:' .. model, worker)
-  return 'ok'
-end
-
 -- A worker leaves for good; whatever it still holds goes elsewhere. -> number moved
 function F.goodbye(worker, limit)
   R('ZADD', P .. 'workers:dead', now_ms(), worker)
-  return retire(worker, limit)
+  return retire(worker, limit, false, 86400)
 end
 
 return F[ARGV[1]](unpack(ARGV, 2))

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from redis import Redis
 from redis.client import Pipeline
 
+from .names import queue_name
+
 SOURCE = (Path(__file__).parent / "mailbox.lua").read_text()
 
 SubmitAnswer = Literal["ok", "dup", "conflict", "full", "closed", "failed", "nojob"]
+HelloAnswer = Literal["ok", "drain", "dead"]
 CommitAnswer = Literal["ok", "dup", "stale", "gap"]
+DIGEST_BYTES = 16
+"""At the front of every line of the ledger; see `ops.digest`."""
 Effect = Literal["1", "0", "drop"]
 """What a replay does with a committed op: run it, skip it, or drop the accumulated gradients there."""
 
@@ -32,12 +37,27 @@ class Placement:
     committed: int
     snapshot: int
     snapshot_ref: str
+    previous_snapshot: int
+    previous_ref: str
+    """The snapshot before; the journal goes back to it. "" is no snapshot: the journal goes back to op 0."""
+    incomplete: int | None
+    max_bytes: int
+    suspect: int | None = None
+    """A worker died with the ops up to this one: each is to be run alone, and announced with `trying`."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An op's request, and how far its job is: ops that were cancelled are committed without a delivery."""
+
+    payload: bytes
+    committed: int
     incomplete: int | None
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Why a job's next op has not come back yet. `cost_ms` is the mean time of its ops."""
+    """Why a job's next op has not come back yet. `cost_ms` is the mean time of an op at the head of its chain."""
 
     state: str
     model: str = ""
@@ -76,8 +96,10 @@ class Mailbox:
 
     # ------------------------------------------------------------------------------------------------ clients
 
-    def create(self, job: str, model: str, spec: str, *, window: int, max_ops: int, max_bytes: int) -> str:
-        return str(self._text("create", job, model, spec, window, max_ops, max_bytes))
+    def create(
+        self, job: str, model: str, spec: str, *, session: str, window: int, max_ops: int, max_bytes: int
+    ) -> str:
+        return str(self._text("create", job, model, spec, window, max_ops, max_bytes, session))
 
     def submit(
         self,
@@ -90,8 +112,11 @@ class Mailbox:
         task: str,
         channel: str,
         ttl: int,
+        max_total_bytes: int,
     ) -> SubmitAnswer:
-        answer: SubmitAnswer = self._text("submit", job, seq, envelope, payload, digest, task, channel, ttl)
+        answer: SubmitAnswer = self._text(
+            "submit", job, seq, envelope, payload, digest, task, channel, ttl, max_total_bytes
+        )
         return answer
 
     def cancel(self, job: str, seq: int, *, task: str, meta: str, channel: str, poisons: bool, ttl: int) -> bool:
@@ -103,9 +128,17 @@ class Mailbox:
         return JobStatus(**json.loads(self._text("status", job)))
 
     def request(
-        self, task: str, model: str, *, envelope: bytes | str, payload: bytes, digest: bytes, channel: str
+        self,
+        task: str,
+        model: str,
+        *,
+        envelope: bytes | str,
+        payload: bytes,
+        digest: bytes,
+        channel: str,
+        max_total_bytes: int,
     ) -> str:
-        return str(self._text("request", task, model, envelope, payload, digest, channel))
+        return str(self._text("request", task, model, envelope, payload, digest, channel, max_total_bytes))
 
     def request_status(self, task: str) -> RequestStatus:
         return RequestStatus(**json.loads(self._text("request_status", task)))
@@ -113,8 +146,22 @@ class Mailbox:
     def cancel_request(self, task: str, *, meta: str, channel: str, ttl: int) -> bool:
         return bool(self._text("cancel_request", task, meta, channel, ttl) == "cancelled")
 
+    def knows(self, job: str, seqs: list[int]) -> list[bool]:
+        """Which of these ops the mailbox has ever accepted."""
+        lines: Any = self.redis.hmget(f"lorry:job:{job}:ledger", [str(seq) for seq in seqs])
+        return [line is not None for line in lines]
+
+    def knows_request(self, task: str) -> bool:
+        return bool(self.redis.exists(f"lorry:request:{task}"))
+
     def close(self, job: str) -> str:
         return str(self._text("close", job))
+
+    def heartbeat(self, session: str) -> None:
+        self._call("heartbeat", session)
+
+    def end_session(self, session: str) -> None:
+        self._call("end_session", session)
 
     # ------------------------------------------------------------------------------------------------ workers
 
@@ -128,10 +175,12 @@ class Mailbox:
         lease_seconds: float,
         info: str,
         model_info: str,
-    ) -> bool:
-        """Register or renew; False if this incarnation was fenced and must not go on."""
-        answer = self._text("hello", worker, model, slots, seats, int(lease_seconds * 1000), info, model_info)
-        return bool(answer == "ok")
+    ) -> HelloAnswer:
+        """Register or renew. `drain`: an operator wants it to leave. `dead`: it was fenced and must not go on."""
+        answer: HelloAnswer = self._text(
+            "hello", worker, model, slots, seats, int(lease_seconds * 1000), info, model_info
+        )
+        return answer
 
     def adopt(self, job: str, worker: str) -> Placement | None:
         """The job's record if `worker` owns it now."""
@@ -147,7 +196,11 @@ class Mailbox:
             committed=int(record["committed"]),
             snapshot=int(record["snapshot"]),
             snapshot_ref=record["snapshot_ref"],
-            incomplete=int(record["incomplete"]) if record["incomplete"] else None,
+            previous_snapshot=int(record["previous_snapshot"]),
+            previous_ref=record["previous_ref"],
+            incomplete=_number(record["incomplete"]),
+            max_bytes=int(record["max_bytes"]),
+            suspect=_number(record["suspect"]),
         )
 
     def journal(self, job: str, first: int, last: int) -> list[tuple[int, bytes | None, bytes | None]]:
@@ -161,10 +214,10 @@ class Mailbox:
         envelopes, payloads = pipe.execute()
         return list(zip(range(first, last + 1), envelopes, payloads, strict=True))
 
-    def take(self, job: str, seq: int, worker: str) -> bytes | None:
-        """The request's bytes, unless the job has moved on or away."""
-        payload: bytes | None = self._call("take", job, seq, worker)
-        return payload
+    def take(self, job: str, seq: int, worker: str) -> Taken | None:
+        """The request, unless the job has moved on or away."""
+        found = self._call("take", job, seq, worker)
+        return Taken(found[0], int(found[1]), _number(found[2].decode())) if found else None
 
     def commit(
         self,
@@ -180,7 +233,7 @@ class Mailbox:
         channel: str,
         incomplete: str,
         effect: Effect,
-        cost_ms: float,
+        entry: str,
         pipe: Pipeline,
     ) -> None:
         """Queue a commit on `pipe`; its answer (ok, dup, stale or gap) comes from `pipe.execute()`."""
@@ -197,7 +250,7 @@ class Mailbox:
             channel,
             incomplete,
             effect,
-            int(cost_ms),
+            entry,
             pipe=pipe,
         )
 
@@ -214,12 +267,23 @@ class Mailbox:
     ) -> None:
         self._call("finish_request", task, worker, meta, output, ttl, channel, pipe=pipe)
 
-    def take_request(self, task: str, worker: str) -> bytes | None:
-        payload: bytes | None = self._call("take_request", task, worker)
-        return payload
+    def take_request(self, task: str, worker: str) -> tuple[bytes, int] | None:
+        """-> (the request's bytes, how many workers died with it), unless another worker has it now."""
+        found = self._call("take_request", task, worker)
+        return (found[0], int(found[1])) if found else None
 
-    def snapshot(self, job: str, worker: str, epoch: str, seq: int, ref: str) -> str:
-        return str(self._text("snapshot", job, worker, epoch, seq, ref))
+    def trying(self, worker: str, what: str) -> None:
+        """Announce a suspect (job or request) before it is run; "" when it is done."""
+        self._call("trying", worker, what)
+
+    def snapshot(self, job: str, worker: str, epoch: str, seq: int, ref: str) -> tuple[str, str, str]:
+        """-> (ok | stale | gap | old, the ref that is not needed any more, the ref that is kept beside `ref`)."""
+        answer = [part.decode() for part in self._call("snapshot", job, worker, epoch, seq, ref)]
+        return (answer[0], answer[1], answer[2]) if answer[0] == "ok" else (answer[0], "", "")
+
+    def distrust(self, job: str, worker: str, epoch: str, ref: str) -> str:
+        """The last snapshot cannot be read: let the one before be the last."""
+        return str(self._text("distrust", job, worker, epoch, ref))
 
     def resend(self, job: str, worker: str, epoch: str) -> str:
         return str(self._text("resend", job, worker, epoch))
@@ -233,9 +297,24 @@ class Mailbox:
     def fail(self, job: str, worker: str, epoch: str, *, template: str, ttl: int) -> bool:
         return bool(self._text("fail", job, worker, epoch, template, ttl) == "ok")
 
-    def reap(self, limit: int = 50) -> int:
+    def reap(self, *, ttl: int, limit: int = 50) -> int:
         """Move the jobs of workers whose lease ran out; anyone may call it."""
-        return int(self._call("reap", limit))
+        return int(self._call("reap", limit, ttl))
+
+    def reap_sessions(self, timeout_seconds: float, limit: int = 20) -> list[str]:
+        """Drop the jobs of clients that are gone; -> the jobs that went. Anyone may call it."""
+        return sorted(_texts(self._call("reap_sessions", int(timeout_seconds * 1000), limit)))
+
+    def closed_jobs(self, age_seconds: float) -> list[str]:
+        """Jobs that are gone here for so long, whose snapshots are to be deleted; then `forget_closed`."""
+        return sorted(_texts(self._call("closed_jobs", int(age_seconds * 1000))))
+
+    def forget_closed(self, jobs: list[str]) -> None:
+        self._call("forget_closed", *jobs)
+
+    def drain(self, worker: str) -> bool:
+        """Ask a worker to hand its jobs over and leave. False if there is no such worker."""
+        return bool(self._text("drain", worker) == "ok")
 
     def close_doors(self, worker: str) -> None:
         self._call("close_doors", worker)
@@ -249,8 +328,54 @@ class Mailbox:
     def requests_of(self, worker: str) -> set[str]:
         return _texts(self.redis.smembers(f"lorry:worker:{worker}:requests"))
 
+    def total_bytes(self) -> int:
+        """Request bytes of all jobs and sampling requests together."""
+        found: Any = self.redis.get("lorry:bytes")
+        return int(found or 0)
+
     def unplaced(self, model: str) -> int:
         return int(self.redis.zcard(f"lorry:unplaced:{model}"))
+
+    # ------------------------------------------------------------------------------------------------ looking
+
+    def worker_record(self, worker: str) -> dict[str, str]:
+        return self._hash(f"lorry:worker:{worker}")
+
+    def free_places(self, worker: str, model: str) -> tuple[int, int]:
+        """-> (free job slots, free seats for requests); 0 where it takes no more."""
+        slots: Any = self.redis.zscore(f"lorry:workers:slots:{model}", worker)
+        seats: Any = self.redis.zscore(f"lorry:workers:seats:{model}", worker)
+        return int(slots or 0), int(seats or 0)
+
+    def queue_length(self, worker: str) -> int:
+        return int(self.redis.llen(queue_name(worker)))
+
+    def lease_seconds_left(self, worker: str) -> float:
+        end: Any = self.redis.zscore("lorry:workers:alive", worker)
+        seconds, micros = self.redis.time()
+        return float(end or 0) / 1000 - seconds - micros / 1e6
+
+    def jobs(self, limit: int = 100) -> list[str]:
+        """The newest jobs first."""
+        return [job.decode() for job in cast("list[bytes]", self.redis.zrevrange("lorry:jobs", 0, limit - 1))]
+
+    def job_record(self, job: str) -> dict[str, str]:
+        return self._hash(f"lorry:job:{job}")
+
+    def ledger(self, job: str, seqs: list[int] | None = None) -> dict[int, dict[str, Any]]:
+        """seq -> what became of the op: status, op, worker, epoch, attempt, cycle, and times in ms since 1970."""
+        key = f"lorry:job:{job}:ledger"
+        if seqs is None:
+            found = cast("dict[bytes, bytes]", self.redis.hgetall(key))
+            lines: dict[int, bytes | None] = {int(seq): line for seq, line in found.items()}
+        else:
+            values = cast("list[bytes | None]", self.redis.hmget(key, [str(seq) for seq in seqs]))
+            lines = dict(zip(seqs, values, strict=True))
+        return {seq: json.loads(line[DIGEST_BYTES:]) for seq, line in sorted(lines.items()) if line is not None}
+
+    def _hash(self, key: str) -> dict[str, str]:
+        found = cast("dict[bytes, bytes]", self.redis.hgetall(key))
+        return {field.decode(): value.decode() for field, value in found.items()}
 
     # ------------------------------------------------------------------------------------------------- models
 
@@ -271,9 +396,9 @@ class Mailbox:
             pipe.hget(f"lorry:worker:{worker}", "model")
         return [w for w, m in zip(alive, pipe.execute(), strict=True) if m and m.decode() == model]
 
-    def put_checkpoint(self, path: str, info: str) -> None:
+    def put_checkpoint(self, path: str, info: str, *, pipe: Pipeline | None = None) -> None:
         """Index a checkpoint: what it is of, so that a client can use it without seeing the store."""
-        self.redis.hset("lorry:checkpoints", path, info)
+        (pipe or self.redis).hset("lorry:checkpoints", path, info)
 
     def get_checkpoint(self, path: str) -> str | None:
         info: Any = self.redis.hget("lorry:checkpoints", path)
@@ -285,6 +410,10 @@ class Mailbox:
     def get_tokenizer(self, sha256: str) -> bytes | None:
         archive: Any = self.redis.get(f"lorry:tokenizer:{sha256}")
         return archive if archive is None else bytes(archive)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text else None
 
 
 def _texts(answer: Any) -> set[str]:

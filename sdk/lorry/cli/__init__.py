@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from lorry.cli.operate import drain, jobs_app, workers
 from lorry.cli.plugins import PluginGroup
 from lorry_jobs.errors import LorryError, ServiceError
 from lorry_jobs.paths import lorry_home
@@ -34,6 +35,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # locals hold passwords
 )
 console = Console(highlight=False)
+
+app.command()(workers)
+app.command()(drain)
+app.add_typer(jobs_app, name="jobs")
 
 # `lorry down` waits for what `lorry up` may take: 30 s for workers, 20 s for Redis, and some more.
 DOWN_SECONDS = 60.0

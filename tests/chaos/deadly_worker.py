@@ -1,0 +1,42 @@
+"""A real worker whose engine kills its own process when it meets the magic token, as a driver's crash would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from lorry_workers import worker
+from lorry_workers.cli import worker as command
+from lorry_workers.engine.engine import Engine
+
+MAGIC_TOKEN = 333
+
+
+def die_of(tokens: Iterable[int]) -> None:
+    if MAGIC_TOKEN in tokens:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DeadlyEngine(Engine):
+    def forward_backward(self, job: str, data: Any, *args: Any) -> Any:
+        for datum in data:
+            die_of(datum.model_input.to_ints())
+        return super().forward_backward(job, data, *args)
+
+    def optim_step(self, job: str, params: Any) -> Any:
+        die_of([int(params.learning_rate)])
+        return super().optim_step(job, params)
+
+    def sample(self, request: Any, *args: Any) -> Any:
+        die_of(request.prompt.to_ints())
+        return super().sample(request, *args)
+
+
+if __name__ == "__main__":
+    import typer
+
+    worker.Engine = DeadlyEngine  # type: ignore[misc]
+    sys.exit(typer.run(command))

@@ -1,0 +1,158 @@
+"""Real training while workers are killed and frozen, connections are cut and Redis is restarted.
+
+Every op must be applied exactly once: each job's final adapter and Adam moments equal those of an undisturbed run.
+The seed is printed; LORRY_CHAOS_SEED=N replays a run's faults and ops.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import lorry
+from lorry_jobs.errors import ServiceUnavailable
+from lorry_jobs.mailbox import Mailbox
+from tests.chaos.cell import LEASE_SECONDS, MODEL, Cell
+from tests.chaos.workload import FINAL, RANK, Op, Reference, largest_gap, make_ops, submit, tensors_of
+
+FAULTS = ("kill", "freeze", "cut", "redis")
+
+
+def test_short(tmp_path: Path, tiny_llama: Path) -> None:
+    run_chaos(tmp_path, tiny_llama, workers=2, jobs=4, ops_per_job=40, faults=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [1, 2])
+def test_long(tmp_path: Path, tiny_llama: Path, number: int) -> None:
+    run_chaos(tmp_path, tiny_llama, workers=3, jobs=12, ops_per_job=90, faults=14)
+
+
+def run_chaos(folder: Path, model: Path, *, workers: int, jobs: int, ops_per_job: int, faults: int) -> None:
+    seed = int(os.environ.get("LORRY_CHAOS_SEED") or random.randrange(10**6))
+    print(f"\nchaos seed {seed}")
+    work = {number: make_ops(seed * 1000 + number, ops_per_job) for number in range(jobs)}
+    with Cell(folder, model, workers=workers) as cell:
+        service = lorry.ServiceClient(base_url=cell.url)
+        clients = [service.create_lora_training_client(MODEL, rank=RANK, seed=number + 1) for number in range(jobs)]
+        losses: dict[int, list[float]] = {}
+        threads = [
+            threading.Thread(target=lambda n=n: losses.update({n: train(clients[n], work[n], faults)}), daemon=True)
+            for n in range(jobs)
+        ]
+        for thread in threads:
+            thread.start()
+        deaths = hurt(cell, random.Random(seed), faults, lambda: any(t.is_alive() for t in threads))
+        resubmit_everything(service)
+        for thread in threads:
+            thread.join(240)
+            assert not thread.is_alive(), "a job did not end"
+        paths = [patient(lambda c=c: c.save_state(FINAL), c).path for c in clients]
+        report_recovery(cell.mailbox, [c.model_id for c in clients], deaths)
+        check_ledgers(cell.mailbox, clients, work)
+        found = [tensors_of(cell.store, path) for path in paths]
+
+    reference = Reference(folder, model)
+    for number, client in enumerate(clients):
+        expected_losses, expected = reference.run(client.model_id, number + 1, work[number])
+        assert losses[number] == pytest.approx(expected_losses, abs=1e-6)
+        assert largest_gap(found[number], expected) <= 1e-7, f"job {number} ends in another state (seed {seed})"
+
+
+def train(client: lorry.TrainingClient, ops: list[Op], faults: int) -> list[float]:
+    """Submit everything, a few ops ahead, and read every result; waits are interrupted now and then."""
+    losses = []
+    ahead: list[lorry.APIFuture[object]] = []
+    for op in ops:
+        ahead.append(submit(client, op))
+        # Spread the ops over the time of the faults.
+        time.sleep(faults * 2.0 / len(ops))
+        if len(ahead) > 6:
+            losses += loss_of(ahead.pop(0))
+    for future in ahead:
+        losses += loss_of(future)
+    return losses
+
+
+def loss_of(future: lorry.APIFuture[object]) -> list[float]:
+    result = wait_for(future)
+    return [result.loss] if isinstance(result, lorry.ForwardBackwardOutput) else []
+
+
+def wait_for(future: lorry.APIFuture[object]) -> object:
+    while True:
+        try:
+            return future.result(200)
+        except ServiceUnavailable:  # a word about the server, not about the op
+            time.sleep(0.2)
+
+
+def patient(call, client):  # type: ignore[no-untyped-def]
+    return wait_for(call())
+
+
+def hurt(cell: Cell, chance: random.Random, count: int, working) -> list[tuple[str, float]]:  # type: ignore[no-untyped-def]
+    """`count` faults, one after the other. -> (worker, time of its death in ms) of those killed."""
+    deaths: list[tuple[str, float]] = []
+    for number in range(count):
+        if not working():
+            break
+        # Every kind at least once, then as it comes.
+        kind = FAULTS[number] if number < len(FAULTS) else chance.choice(FAULTS)
+        victim = chance.choice(cell.alive())
+        print(f"{kind} ({victim.name})", flush=True)
+        if kind == "kill":
+            name = cell.name_of(victim)
+            cell.kill(victim)
+            if name is not None:
+                deaths.append((name, time.time() * 1000))
+            cell.start_worker()
+        elif kind == "freeze":
+            cell.freeze(victim)
+            time.sleep(LEASE_SECONDS * 1.8)
+            cell.thaw(victim)
+        elif kind == "cut":
+            cell.cut_connections(chance)
+        else:
+            cell.restart_redis()
+        time.sleep(chance.uniform(0.5, 2.0))
+    return deaths
+
+
+def resubmit_everything(service: lorry.ServiceClient) -> None:
+    """A client that is unsure sends its ops again: all that are open here, as they were."""
+    process = service._process
+    for lane, letter, _future in list(process._letters.values()):
+        process._outbox.post(lane, letter)
+
+
+def check_ledgers(mailbox: Mailbox, clients: list[lorry.TrainingClient], work: dict[int, list[Op]]) -> None:
+    """Each op is in the ledger once, done, in order."""
+    for number, client in enumerate(clients):
+        ledger = mailbox.ledger(client.model_id)
+        kinds = ["create_model", *(op.kind for op in work[number]), "save_state"]
+        assert [ledger[seq]["op"] for seq in range(len(kinds))] == kinds
+        assert all(entry["status"] == "ok" for entry in ledger.values())
+        committed = [ledger[seq]["committed"] for seq in range(len(kinds))]
+        assert committed == sorted(committed)
+
+
+def report_recovery(mailbox: Mailbox, jobs: list[str], deaths: list[tuple[str, float]]) -> None:
+    """How long the jobs of a worker that was killed stood still."""
+    pauses = []
+    for job in jobs:
+        entries = [e for e in mailbox.ledger(job).values() if "worker" in e]
+        for worker, at in deaths:
+            before = [e for e in entries if e["committed"] <= at]
+            after = [e["committed"] for e in entries if e["committed"] > at]
+            if before and after and before[-1]["worker"] == worker:
+                pauses.append((min(after) - at) / 1000)
+    if pauses:
+        pauses.sort()
+        print(f"recovery after a death: p50 {pauses[len(pauses) // 2]:.2f} s, max {pauses[-1]:.2f} s, n {len(pauses)}")
