@@ -15,7 +15,7 @@ from tests.chaos.workload import RANK, fb, step, submit
 
 SESSION_SECONDS = 6.0
 ENV = {"LORRY_SESSION_SECONDS": str(SESSION_SECONDS), "LORRY_SNAPSHOT_STEPS": "3"}
-KEPT = ("lorry:worker", "lorry:queue:", "lorry:models", "lorry:tokenizer:", "_kombu.binding.")
+KEPT = ("lorry:worker", "lorry:queue:", "lorry:models", "lorry:tokenizer:", "_kombu.binding")
 """What belongs to workers and models, not to clients."""
 RESULTS = ("celery-task-meta-", "lorry:output:")
 
@@ -41,8 +41,10 @@ def test_nothing_is_left(tmp_path: Path, tiny_llama: Path, clients: int, kill_a_
         processes = [start_client(cell) for _ in range(clients)]
         jobs = [process.stdout.readline().strip() for process in processes if process.stdout]
         assert all(jobs)
-        time.sleep(1.0)
+        time.sleep(0.3)
+        dead_worker = ""
         if kill_a_worker:
+            dead_worker = str(cell.name_of(cell.alive()[0]))
             cell.kill(cell.alive()[0])
             cell.start_worker()
         for process in processes:
@@ -69,11 +71,18 @@ def test_nothing_is_left(tmp_path: Path, tiny_llama: Path, clients: int, kill_a_
             assert all(0 < client.ttl(key) <= 86400 for prefix in RESULTS for key in client.scan_iter(f"{prefix}*"))
             results = sum(1 for _ in client.scan_iter("celery-task-meta-*"))
         # The survivor's session is one that lives.
-        wait_until(lambda: keys(cell) - before <= {"lorry:sessions"}, 20, "the keys to go")
+        deadline = time.monotonic() + 20
+        while left := keys(cell) - before - {"lorry:sessions"}:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
         wait_until(lambda: not snapshot_files(cell), 20, "the snapshots to go")
         for worker in cell.mailbox.live_workers():
             wait_until(lambda w=worker: cell.mailbox.free_places(w, MODEL) == (32, 16), 10, "free places")
             assert cell.mailbox.queue_length(worker) == 0
+        if dead_worker:  # it left its name, as a fence, and nothing else
+            with cell.client() as client:
+                assert not list(client.scan_iter(f"*{dead_worker}*"))
+                assert client.zscore("lorry:workers:dead", dead_worker)
         print(f"left: 0 keys, 0 snapshot files; {results} results with a day to live")
 
         # A client that lives keeps its jobs, however long it thinks.

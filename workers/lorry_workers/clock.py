@@ -239,7 +239,6 @@ class Clock:
                 info = {"texts": [sequence.text for sequence in response.sequences]}
                 record, output = results.success(delivery.task, info, wire.encode_sample_response(response))
                 outcome = Outcome({"sequences": len(response.sequences)})
-            self._lanes.request_done(delivery.task)
             self._committer.put([Commit(None, delivery, record, output, outcome)])
             if delivery.suspect:
                 wait([delivery.done])

@@ -35,6 +35,8 @@ class Delivery:
     request_bytes: int = 0
     suspect: bool = False
     """A worker died with it: it is run alone, and announced before."""
+    running: bool = False
+    """Of a sampling request: the clock has it. It stays until it is committed, so that a duplicate is known as one."""
     arrived: float = field(default_factory=time.monotonic)
     done: Future[Outcome] = field(default_factory=Future)
 
@@ -96,12 +98,15 @@ class Lanes:
         self._requests: dict[str, Delivery] = {}
         self._dropped: list[str] = []
         self._woken = False
+        self._closed = False
 
     # -------------------------------------------------------------------------------------- pool threads put in
 
     def deliver(self, job: str, delivery: Delivery) -> bool:
-        """False for a duplicate: the op is here already, or done."""
+        """False for a duplicate (the op is here already, or done), and when the worker is stopping."""
         with self.changed:
+            if self._closed:
+                return False
             lane = self._lanes.setdefault(job, Lane(job))
             known = delivery.seq in lane.waiting or (lane.applied is not None and delivery.seq <= lane.applied)
             if known:
@@ -112,7 +117,7 @@ class Lanes:
 
     def deliver_request(self, delivery: Delivery) -> bool:
         with self.changed:
-            if delivery.task in self._requests:
+            if self._closed or delivery.task in self._requests:
                 return False
             self._requests[delivery.task] = delivery
             self.changed.notify_all()
@@ -142,7 +147,7 @@ class Lanes:
     def _has_work(self) -> bool:
         return (
             self._woken
-            or bool(self._requests)
+            or any(not delivery.running for delivery in self._requests.values())
             or bool(self._dropped)
             or any(lane.ready or (lane.applied is None and not lane.leaving) for lane in self._lanes.values())
         )
@@ -198,8 +203,12 @@ class Lanes:
 
     def take_requests(self, limit: int) -> list[Delivery]:
         with self.changed:
-            suspects = [delivery for delivery in self._requests.values() if delivery.suspect]
-            return suspects[:1] or list(self._requests.values())[:limit]
+            ready = [delivery for delivery in self._requests.values() if not delivery.running]
+            suspects = [delivery for delivery in ready if delivery.suspect]
+            taken = suspects[:1] or ready[:limit]
+            for delivery in taken:
+                delivery.running = True
+            return taken
 
     def request_done(self, task: str) -> None:
         with self.changed:
@@ -279,8 +288,12 @@ class Lanes:
             lane.waiting.clear()
             self.changed.notify_all()
 
-    def drop_requests(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
+        """Drop everything and take in no more: from here on, nobody would ever answer the thread that delivers."""
         with self.changed:
+            self._closed = True
+            for job in list(self._lanes):
+                self.drop(job, reason)
             for delivery in self._requests.values():
                 if not delivery.done.done():
                     delivery.done.set_exception(StaleOwner(reason, op=delivery.op))

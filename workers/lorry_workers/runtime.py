@@ -102,13 +102,12 @@ class Runtime:
                 self._hand_over(job)
             self._snapshots.stop()
             self._lease.stop()
-            self.lanes.drop_requests("the worker is stopping")
+            self.lanes.close("the worker is stopping")
             self.mailbox.goodbye(self.worker)
         except RedisError as error:
             log.warning("stopped without handing over (the lease will end by itself): %s", error)
-            for job in self.lanes.jobs():
-                self.lanes.drop(job, "the worker is stopping")
-            self.lanes.drop_requests("the worker is stopping")
+        finally:
+            self.lanes.close("the worker is stopping")
 
     # ----------------------------------------------------------------------------------- Celery's pool threads
 

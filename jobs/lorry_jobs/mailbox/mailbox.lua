@@ -715,8 +715,9 @@ local function retire(worker, limit, died, ttl)
   end
   if R('SCARD', P .. 'worker:' .. worker .. ':jobs') + R('SCARD', P .. 'worker:' .. worker .. ':requests') == 0 then
     R('ZREM', P .. 'workers:alive', worker)
-    -- The last is what kombu keeps about the queue.
-    R('DEL', P .. 'queue:' .. worker, P .. 'worker:' .. worker, '_kombu.binding.' .. P .. 'queue:' .. worker)
+    local queue = P .. 'queue:' .. worker
+    R('DEL', queue, P .. 'worker:' .. worker)
+    R('DEL', '_kombu.binding.' .. queue, '_kombu.binding_permanent.' .. queue)  -- kombu's notes about the queue
   end
   return moved
 end

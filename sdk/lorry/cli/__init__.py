@@ -34,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # locals hold passwords
 )
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 
 app.command()(workers)
 app.command()(drain)
@@ -49,7 +49,7 @@ def main() -> None:
     try:
         app(prog_name="lorry")
     except LorryError as error:
-        Console(stderr=True, highlight=False).print(f"lorry: {error}", style="red", markup=False)
+        Console(stderr=True, highlight=False, emoji=False).print(f"lorry: {error}", style="red", markup=False)
         sys.exit(1)
 
 

@@ -16,7 +16,7 @@ from lorry_jobs.errors import JobNotFound, UserError
 if TYPE_CHECKING:
     from lorry_jobs.mailbox import Mailbox
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)  # ":train:" in a job's id is no picture
 
 URL = Annotated[str | None, typer.Option(help="The server's address; default: LORRY_URL, else the local stack.")]
 
