@@ -29,7 +29,7 @@ def heavy() -> list[lorry.Datum]:
 def test_a_timeout_names_position_reason_and_eta(calm_cell: Cell, jobs: int) -> None:
     service = lorry.ServiceClient(base_url=calm_cell.url)
     clients = [service.create_lora_training_client(MODEL, rank=RANK) for _ in range(jobs)]
-    count = 80 // jobs
+    count = 48 // jobs
     futures = [[client.forward_backward(heavy()) for _ in range(count)] for client in clients]
     futures[0][count // 10].result(120)
     started = time.monotonic()

@@ -55,7 +55,6 @@ class Lease:
         self._ears = Ears(settings.deaf_seconds)
         self._sessions_every = min(SESSIONS_EVERY_SECONDS, settings.session_seconds / 2)
         self._sessions_checked = time.monotonic()
-        self._answered = time.monotonic()
         self._reap_from = 0.0
         self.deliveries = 0
         """How often Celery handed something in, duplicates included: proof that the worker hears."""
@@ -85,16 +84,21 @@ class Lease:
             try:
                 self._tick()
             except RedisError as error:
+                self._give_others_time()
                 log.warning("lease of %s: Redis does not answer: %s", self._worker, error)
 
     def _tick(self) -> None:
+        asked = time.monotonic()
         answer = self.renew()
+        if time.monotonic() - asked > max(1.0, self._settings.lease_renew_seconds):
+            self._give_others_time()
         if answer == "dead":
             self._reactions.fenced()
             return
         if answer == "drain":
             self._reactions.drain()
-        self._reap()
+        if time.monotonic() >= self._reap_from:
+            self._mailbox.reap(ttl=self._settings.result_ttl_seconds)
         queued = self._mailbox.queue_length(self._worker)
         self._repair(messages_lost=queued == 0)
         unplaced = self._mailbox.unplaced(self._model)
@@ -106,14 +110,9 @@ class Lease:
         if silence is not None:
             self._reactions.deaf(silence)
 
-    def _reap(self) -> None:
-        """Take the jobs of workers whose lease ran out; but if Redis itself was away, they get time to renew it."""
-        now = time.monotonic()
-        if now - self._answered > max(1.0, 3 * self._settings.lease_renew_seconds):
-            self._reap_from = now + self._settings.lease_seconds
-        self._answered = now
-        if now >= self._reap_from:
-            self._mailbox.reap(ttl=self._settings.result_ttl_seconds)
+    def _give_others_time(self) -> None:
+        """Redis was away, and so no lease could be renewed: that is no sign of death."""
+        self._reap_from = time.monotonic() + self._settings.lease_seconds
 
     def _repair(self, *, messages_lost: bool) -> None:
         """Compare what is here with what should be. Ops that are not here though nothing is under way were lost."""
