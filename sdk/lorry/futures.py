@@ -69,7 +69,6 @@ class APIFuture(Generic[T]):
         self._lock = threading.Lock()
         self._outcome: Outcome | None = None
         self._value: tuple[T] | None = None
-        self._error: BaseException | None = None
         self._retrieved = False
         self._waiters: list[concurrent.futures.Future[None]] = []
         self._callbacks: list[Callable[[], object]] = []

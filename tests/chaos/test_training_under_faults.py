@@ -42,10 +42,15 @@ def run_chaos(folder: Path, model: Path, *, workers: int, jobs: int, ops_per_job
         service = lorry.ServiceClient(base_url=cell.url)
         clients = [service.create_lora_training_client(MODEL, rank=RANK, seed=number + 1) for number in range(jobs)]
         losses: dict[int, list[float]] = {}
-        threads = [
-            threading.Thread(target=lambda n=n: losses.update({n: train(clients[n], work[n], faults)}), daemon=True)
-            for n in range(jobs)
-        ]
+        problems: list[str] = []
+
+        def train_one(number: int) -> None:
+            try:
+                losses[number] = train(clients[number], work[number], faults)
+            except lorry.LorryError as error:  # first of all the reason: what follows from it would hide it
+                problems.append(f"job {number}: {error}")
+
+        threads = [threading.Thread(target=train_one, args=(n,), daemon=True) for n in range(jobs)]
         for thread in threads:
             thread.start()
         deaths = hurt(cell, random.Random(seed), faults, lambda: any(t.is_alive() for t in threads))
@@ -53,6 +58,7 @@ def run_chaos(folder: Path, model: Path, *, workers: int, jobs: int, ops_per_job
         for thread in threads:
             thread.join(240)
             assert not thread.is_alive(), "a job did not end"
+        assert problems == [], f"seed {seed}"
         paths = [patient(lambda c=c: c.save_state(FINAL), c).path for c in clients]
         report_recovery(cell.mailbox, [c.model_id for c in clients], deaths)
         check_ledgers(cell.mailbox, clients, work)

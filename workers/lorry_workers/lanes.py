@@ -37,7 +37,6 @@ class Delivery:
     """A worker died with it: it is run alone, and announced before."""
     running: bool = False
     """Of a sampling request: the clock has it. It stays until it is committed, so that a duplicate is known as one."""
-    arrived: float = field(default_factory=time.monotonic)
     done: Future[Outcome] = field(default_factory=Future)
 
 

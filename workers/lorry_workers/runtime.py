@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any
 
@@ -128,7 +127,7 @@ class Runtime:
         )
         if not self.lanes.deliver(job, delivery):
             return None
-        return _settled(delivery.done)
+        return delivery.done.result()
 
     def run_request(self, op: str, task: str, channel: str) -> Outcome | None:
         self._lease.deliveries += 1
@@ -139,7 +138,7 @@ class Runtime:
         delivery = Delivery(task=task, op=op, request=_decoded(op, payload), channel=channel, suspect=deaths > 0)
         if not self.lanes.deliver_request(delivery):
             return None
-        return _settled(delivery.done)
+        return delivery.done.result()
 
     # ---------------------------------------------------------------------------------------------- life of jobs
 
@@ -251,10 +250,6 @@ def _decoded(op: str, payload: bytes) -> Any:
         return error
 
 
-def _settled(done: Future[Outcome]) -> Outcome:
-    return done.result()
-
-
 def _about_this_process() -> dict[str, Any]:
     return {
         "host": platform.node(),
@@ -262,6 +257,3 @@ def _about_this_process() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "version": version("lorry"),
     }
-
-
-RuntimeFactory = Callable[[], Runtime]

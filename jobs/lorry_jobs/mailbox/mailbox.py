@@ -16,7 +16,6 @@ SOURCE = (Path(__file__).parent / "mailbox.lua").read_text()
 
 SubmitAnswer = Literal["ok", "dup", "conflict", "full", "closed", "failed", "nojob"]
 HelloAnswer = Literal["ok", "drain", "dead"]
-CommitAnswer = Literal["ok", "dup", "stale", "gap"]
 DIGEST_BYTES = 16
 """At the front of every line of the ledger; see `ops.digest`."""
 Effect = Literal["1", "0", "drop"]
