@@ -1,10 +1,12 @@
-"""A real worker whose engine kills its own process when it meets the magic token, as a driver's crash would."""
+"""A real worker whose engine kills its own process when it meets the magic token, as a driver's crash would, and
+hangs at the other one, as a driver's deadlock would."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,11 +15,15 @@ from lorry_workers.cli import worker as command
 from lorry_workers.engine.engine import Engine
 
 MAGIC_TOKEN = 333
+HANGING_TOKEN = 334
 
 
 def die_of(tokens: Iterable[int]) -> None:
+    tokens = list(tokens)
     if MAGIC_TOKEN in tokens:
         os.kill(os.getpid(), signal.SIGKILL)
+    if HANGING_TOKEN in tokens:
+        time.sleep(3600)
 
 
 class DeadlyEngine(Engine):
@@ -25,6 +31,11 @@ class DeadlyEngine(Engine):
         for datum in data:
             die_of(datum.model_input.to_ints())
         return super().forward_backward(job, data, *args)
+
+    def forward(self, job: str, data: Any, *args: Any) -> Any:
+        for datum in data:
+            die_of(datum.model_input.to_ints())
+        return super().forward(job, data, *args)
 
     def optim_step(self, job: str, params: Any) -> Any:
         die_of([int(params.learning_rate)])

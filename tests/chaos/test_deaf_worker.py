@@ -1,4 +1,4 @@
-"""A worker that lives and renews its lease, but takes no messages any more: it starts itself anew."""
+"""A worker that lives and renews its lease, but takes no messages any more, or hangs in one: it starts itself anew."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 
 import lorry
 from lorry_jobs.celery_app import create_app
+from lorry_jobs.errors import WorkerCrashed
 from lorry_jobs.mailbox import queue_name
 from lorry_jobs.settings import QueueSettings
 from lorry_workers.lease import Ears
+from tests.chaos import deadly_worker
 from tests.chaos.cell import MODEL, Cell, wait_until
 from tests.chaos.workload import RANK, Reference, fb, final_state, largest_gap, step, submit
 
@@ -52,3 +54,24 @@ def test_a_deaf_worker(tmp_path: Path, tiny_llama: Path, reference: Reference) -
         _, expected = reference.run(client.model_id, 7, ops)
         assert largest_gap(final_state(cell.store, client), expected) == 0
         assert cell.mailbox.queue_length(worker) == 0
+
+
+@pytest.mark.slow
+def test_an_op_that_hangs_its_worker(tmp_path: Path, tiny_llama: Path, reference: Reference) -> None:
+    script = str(Path(deadly_worker.__file__))
+    env = {"LORRY_STUCK_SECONDS": "3"}
+    with Cell(tmp_path, tiny_llama, workers=2, worker_argv=(script,), env=env) as cell:
+        client = lorry.ServiceClient(base_url=cell.url).create_lora_training_client(MODEL, rank=RANK, seed=7)
+        ops = [fb(1), step(), fb(2), step()]
+        for op in ops[:2]:
+            submit(client, op).result(60)
+        hanging = lorry.Datum(lorry.ModelInput.from_ints([1, deadly_worker.HANGING_TOKEN]), {"target_tokens": [1, 2]})
+        with pytest.raises(WorkerCrashed, match="two workers died while they ran this op"):
+            client.forward([hanging]).result(90)
+        for op in ops[2:]:
+            submit(client, op).result(60)
+        assert len(cell.alive()) == 2, "both started themselves anew"
+        logs = [worker.log.read_text() for worker in cell.alive()]
+        assert all("has been in one cycle for" in log and "die_of" in log for log in logs)
+        _, expected = reference.run(client.model_id, 7, ops)
+        assert largest_gap(final_state(cell.store, client), expected) == 0

@@ -17,7 +17,7 @@ import pytest
 import lorry
 from lorry_jobs.errors import ServiceUnavailable
 from lorry_jobs.mailbox import Mailbox
-from tests.chaos.cell import LEASE_SECONDS, MODEL, Cell
+from tests.chaos.cell import LEASE_SECONDS, MODEL, Cell, wait_until
 from tests.chaos.workload import FINAL, RANK, Op, Reference, largest_gap, make_ops, submit, tensors_of
 
 FAULTS = ("kill", "freeze", "cut", "redis")
@@ -104,7 +104,11 @@ def patient(call, client):  # type: ignore[no-untyped-def]
 
 
 def hurt(cell: Cell, chance: random.Random, count: int, working) -> list[tuple[str, float]]:  # type: ignore[no-untyped-def]
-    """`count` faults, one after the other. -> (worker, time of its death in ms) of those killed."""
+    """`count` faults, one after the other. -> (worker, time of its death in ms) of those killed.
+
+    No worker is killed or frozen while another tries an op that the one before died with: two deaths with the
+    same op would rightly be laid at its door (test_deadly_op.py).
+    """
     deaths: list[tuple[str, float]] = []
     for number in range(count):
         if not working():
@@ -113,6 +117,8 @@ def hurt(cell: Cell, chance: random.Random, count: int, working) -> list[tuple[s
         kind = FAULTS[number] if number < len(FAULTS) else chance.choice(FAULTS)
         victim = chance.choice(cell.alive())
         print(f"{kind} ({victim.name})", flush=True)
+        if kind in ("kill", "freeze"):
+            wait_until(lambda: not suspects(cell), 60, "ops that a worker died with to run")
         if kind == "kill":
             name = cell.name_of(victim)
             cell.kill(victim)
@@ -129,6 +135,11 @@ def hurt(cell: Cell, chance: random.Random, count: int, working) -> list[tuple[s
             cell.restart_redis()
         time.sleep(chance.uniform(0.5, 2.0))
     return deaths
+
+
+def suspects(cell: Cell) -> list[bytes]:
+    client = cell.mailbox.redis
+    return [job for job in client.zrange("lorry:jobs", 0, -1) if client.hget(b"lorry:job:" + job, "suspect")]
 
 
 def resubmit_everything(service: lorry.ServiceClient) -> None:

@@ -17,7 +17,9 @@ TTL = 3600
 
 
 def envelope(job: str, seq: int, channel: str = "") -> str:
-    return json.dumps({"headers": {"id": ops.task_id(job, seq), "lorry_channel": channel}, "seq": seq, "job": job})
+    return json.dumps(
+        {"headers": {"id": ops.task_id(job, seq), "task": "lorry.op", "lorry_channel": channel}, "seq": seq, "job": job}
+    )
 
 
 class Driver:

@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import wait
 
 from redis.exceptions import RedisError
@@ -21,6 +20,7 @@ from .executor import execute
 from .journal import restore
 from .lanes import Delivery, Lane, Lanes, Outcome
 from .snapshots import Snapshots
+from .vital_thread import VitalThread
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ class Clock:
         snapshots: Snapshots,
         mailbox: Mailbox,
         worker: str,
-        on_death: Callable[[BaseException], None],
     ) -> None:
         self.cycle = 0
         self._engine, self._lanes, self._committer = engine, lanes, committer
         self._snapshots, self._mailbox, self._worker = snapshots, mailbox, worker
-        self._on_death = on_death
+        self._announced = ""
+        self._tick_started: float | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lorry-clock", daemon=True)
+        self._thread = VitalThread(self._run, "lorry-clock")
 
     def start(self) -> None:
         self._thread.start()
@@ -59,15 +59,17 @@ class Clock:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def busy_seconds(self) -> float:
+        """For how long the running cycle has been going on; 0 between cycles. For other threads."""
+        started = self._tick_started
+        return 0.0 if started is None else time.monotonic() - started
+
     def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._lanes.wait_for_work(IDLE_WAIT_SECONDS)
-                self.tick()
-        except BaseException as error:
-            log.exception("the clock stopped")
-            self._on_death(error)
-            raise
+        while not self._stop.is_set():
+            self._lanes.wait_for_work(IDLE_WAIT_SECONDS)
+            self._tick_started = time.monotonic()
+            self.tick()
+            self._tick_started = None
 
     def tick(self) -> None:
         self._forget_dropped()
@@ -89,11 +91,9 @@ class Clock:
                 if placement is None:
                     self._lanes.drop(lane.job, "the job moved to another worker")
                     continue
-                if placement.suspect is not None:
-                    self._mailbox.trying(self._worker, f"restore {lane.job}")
+                self._announce(f"restore {lane.job}" if placement.suspect is not None else "")
                 restore(self._engine, self._mailbox, self._worker, placement, self._snapshots)
-                if placement.suspect is not None:
-                    self._mailbox.trying(self._worker, "")
+                self._announce("")
             except RedisError as error:
                 log.warning("job %s waits to be loaded: Redis does not answer: %s", lane.job, error)
                 return
@@ -125,8 +125,7 @@ class Clock:
         commits: list[Commit] = []
         for lane, run in runs:
             for delivery in run:
-                if delivery.suspect:
-                    self._announce(lane.job)
+                self._announce(lane.job if delivery.suspect else "")
                 commit = self._run_op(lane, delivery)
                 if self._lanes.applied(lane, delivery):
                     commits.append(commit)
@@ -136,12 +135,16 @@ class Clock:
                 wait([commit.delivery.done])
 
     def _announce(self, what: str) -> None:
-        """Say what is run next, so that if this worker dies of it, it is known what it died of."""
-        log.warning("%s is run alone: a worker died with it", what)
+        """Say which suspect is run next ('': none), so that if this worker dies of it, it is known what it died of."""
+        if what == self._announced and not what:
+            return
+        if what:
+            log.warning("%s is run alone: a worker died with it", what)
         try:
             self._mailbox.trying(self._worker, what)
+            self._announced = what
         except RedisError as error:
-            log.warning("could not announce %s: %s", what, error)
+            log.warning("could not announce '%s': %s", what, error)
 
     def _run_op(self, lane: Lane, delivery: Delivery) -> Commit:
         started, started_ms = time.perf_counter(), int(time.time() * 1000)
@@ -223,8 +226,7 @@ class Clock:
 
     def _sample(self) -> None:
         for delivery in self._lanes.take_requests(REQUESTS_PER_CYCLE):
-            if delivery.suspect:
-                self._announce(delivery.task)
+            self._announce(delivery.task if delivery.suspect else "")
             try:
                 if isinstance(delivery.request, Exception):  # its bytes could not be read
                     raise delivery.request

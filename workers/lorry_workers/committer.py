@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from lorry_jobs.errors import LorryError, StaleOwner
 from lorry_jobs.mailbox import Effect, Mailbox
 
 from .lanes import Delivery, Lane, Lanes, Outcome
+from .vital_thread import VitalThread
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Committer:
     def __init__(self, mailbox: Mailbox, worker: str, lanes: Lanes, ttl: int) -> None:
         self._mailbox, self._worker, self._lanes, self._ttl = mailbox, worker, lanes, ttl
         self._queue: queue.SimpleQueue[list[Commit] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="lorry-committer", daemon=True)
+        self._thread = VitalThread(self._run, "lorry-committer")
         self._aborted = False
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from lorry_jobs.mailbox import Mailbox
 
 from .lanes import Lanes
 from .settings import WorkerSettings
+from .vital_thread import VitalThread
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Reactions:
     drain: Callable[[], None]
     make_room: Callable[[int], None]
     deaf: Callable[[float], None]
+    stuck: Callable[[float], None]
     jobs_gone: Callable[[list[str]], None]
     pressed: Callable[[bool], None]
 
@@ -47,11 +49,13 @@ class Lease:
         *,
         model_info: str,
         describe: Callable[[], str],
+        busy_seconds: Callable[[], float],
         reactions: Reactions,
     ) -> None:
         self._mailbox, self._worker, self._model = mailbox, worker, model
         self._lanes, self._settings = lanes, settings
         self._model_info, self._describe, self._reactions = model_info, describe, reactions
+        self._busy_seconds = busy_seconds
         self._ears = Ears(settings.deaf_seconds)
         self._sessions_every = min(SESSIONS_EVERY_SECONDS, settings.session_seconds / 2)
         self._sessions_checked = time.monotonic()
@@ -59,7 +63,7 @@ class Lease:
         self.deliveries = 0
         """How often Celery handed something in, duplicates included: proof that the worker hears."""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lorry-lease", daemon=True)
+        self._thread = VitalThread(self._run, "lorry-lease")
 
     def start(self) -> None:
         self._thread.start()
@@ -109,6 +113,9 @@ class Lease:
         silence = self._ears.silence(queued, self.deliveries)
         if silence is not None:
             self._reactions.deaf(silence)
+        busy = self._busy_seconds()
+        if busy > self._settings.stuck_seconds:
+            self._reactions.stuck(busy)
 
     def _give_others_time(self) -> None:
         """Redis was away, and so no lease could be renewed: that is no sign of death."""
@@ -136,7 +143,8 @@ class Lease:
         now = time.monotonic()
         if now - self._sessions_checked >= self._sessions_every:
             self._sessions_checked = now
-            gone = self._mailbox.reap_sessions(self._settings.session_seconds)
+            settings = self._settings
+            gone = self._mailbox.reap_sessions(settings.session_seconds, patience_seconds=settings.result_ttl_seconds)
             if gone:
                 log.info("the clients of %d jobs are gone; dropped %s", len(gone), ", ".join(gone))
             closed = self._mailbox.closed_jobs(2 * self._settings.lease_renew_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -56,9 +57,7 @@ class Runtime:
         self._tokenizer = (model_info.tokenizer_sha256, tokenizer_archive)
         self._committer = Committer(self.mailbox, worker, self.lanes, settings.result_ttl_seconds)
         self._snapshots = Snapshots(engine, self.mailbox, worker, settings)
-        self._clock = Clock(
-            engine, self.lanes, self._committer, self._snapshots, self.mailbox, worker, self._clock_died
-        )
+        self._clock = Clock(engine, self.lanes, self._committer, self._snapshots, self.mailbox, worker)
         self._lease = Lease(
             self.mailbox,
             worker,
@@ -67,11 +66,13 @@ class Runtime:
             settings,
             model_info=model_info.model_dump_json(),
             describe=self._describe,
+            busy_seconds=self._clock.busy_seconds,
             reactions=Reactions(
                 fenced=lambda: _start_anew(f"worker {worker} was declared dead: its lease ran out"),
                 drain=self._drain,
                 make_room=self._make_room,
                 deaf=self._deaf,
+                stuck=self._stuck,
                 jobs_gone=self._snapshots.remove_jobs,
                 pressed=self._set_pressed,
             ),
@@ -220,6 +221,12 @@ class Runtime:
             log.warning("could not hand the jobs on: %s", error)
         _start_anew(f"worker {self.worker} has heard nothing for {seconds:.0f} s")
 
+    def _stuck(self, seconds: float) -> None:
+        # Where every thread stands: all that anyone will ever know of what hangs.
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)  # Celery has replaced sys.stderr
+        # Without a goodbye: for the mailbox this is a death, so that an op that hangs every worker is found out.
+        _start_anew(f"worker {self.worker} has been in one cycle for {seconds:.0f} s")
+
     def _set_pressed(self, pressed: bool) -> None:
         self._snapshots.pressed = pressed
 
@@ -227,11 +234,6 @@ class Runtime:
         """What `lorry workers` shows, as JSON."""
         load = {"cycle": self._clock.cycle, "jobs": len(self.lanes.jobs()), "requests": len(self.lanes.requests())}
         return json.dumps({**self._process, **load})
-
-    def _clock_died(self, error: BaseException) -> None:
-        log.critical("worker %s cannot compute any more: %r; exiting", self.worker, error)
-        logging.shutdown()
-        os._exit(1)
 
 
 def _start_anew(reason: str) -> None:

@@ -37,5 +37,7 @@ class WorkerSettings(QueueSettings):
     slot_seconds: float = Field(30.0, gt=0)
     """... and if there is none, the one that has had its slot for longest, but at least so long."""
     deaf_seconds: float = Field(60.0, gt=0)
-    """A worker whose queue holds messages and that has taken none for so long starts itself anew."""
+    """A worker whose queue holds messages and that has taken none for so long starts itself anew ..."""
+    stuck_seconds: float = Field(1800.0, gt=0)
+    """... and so does one that has been in a single cycle for so long: its device hangs."""
     log_level: str = "INFO"

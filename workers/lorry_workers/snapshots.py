@@ -35,6 +35,7 @@ from .engine.checkpoints import MANIFEST, Checkpoint, CheckpointStore, Origin
 from .engine.engine import Engine
 from .lanes import Lane, Lanes
 from .settings import WorkerSettings
+from .vital_thread import VitalThread
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Snapshots:
         self._busy: set[str] = set()
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write_all, name="lorry-snapshots", daemon=True)
+        self._thread = VitalThread(self._write_all, "lorry-snapshots")
 
     def start(self) -> None:
         self._thread.start()

@@ -7,7 +7,7 @@
 --   P job:<job>                  HASH  state active|failed|closed, model, spec, owner, epoch, committed, released,
 --                                      snapshot, snapshot_ref, previous_snapshot, previous_ref, incomplete, window,
 --                                      max_ops, max_bytes, queued_bytes, cost_ms, last_commit, created, why, session,
---                                      suspect (the last of them), restore_deaths
+--                                      suspect (the last of them), accuser (whose death made them so), restore_deaths
 --   P job:<job>:ops              HASH  seq -> kombu envelope, kept until the previous snapshot covers it (the
 --                                      journal); "-" where the op left no effect, "!" where it dropped the gradients
 --   P job:<job>:payloads         HASH  seq -> request bytes, kept as long as the envelope
@@ -22,6 +22,7 @@
 --   P worker:<worker>            HASH  model, info (JSON), started, trying, drain
 --   P worker:<worker>:jobs       SET
 --   P worker:<worker>:requests   SET
+--   P worker:<worker>:accused    SET   jobs and requests that its death made suspects; for an hour
 --   P request:<id>               HASH  model, envelope, payload, digest, owner, channel, deaths
 --   P waiting:<model>            ZSET  request -> since ms        requests with no free seat
 --   P sessions                   ZSET  session -> last heartbeat ms;  P session:<session> SET of its jobs
@@ -253,6 +254,13 @@ local function fail_unrestorable(job, worker, ttl)
   drain_failed(job, template, ttl)
 end
 
+-- Remember that this worker's death made a job or a request suspect.
+local function accuse(worker, id)
+  local accused = P .. 'worker:' .. worker .. ':accused'
+  R('SADD', accused, id)
+  R('EXPIRE', accused, 3600)
+end
+
 -- A worker died with this job. The first time, all that it had been given become suspects (the last commits may have
 -- been on their way, so it need not have died of the first): workers run suspects one at a time and say so before. The
 -- second time, only the one that was really running is to blame.
@@ -265,8 +273,22 @@ local function blame(job, worker, trying, ttl)
   local head = tonumber(committed) + 1
   released, suspect = tonumber(released), tonumber(suspect) or -1
   if released < head or R('HEXISTS', k .. ':ops', head) == 0 then return end
-  R('HSET', k, 'suspect', math.max(released, suspect))
+  R('HSET', k, 'suspect', math.max(released, suspect), 'accuser', worker)
+  accuse(worker, job)
   if trying == job and head <= suspect then fail_head(job, head, worker, ttl) end
+end
+
+-- A worker that was declared dead says hello: it was frozen or cut off, so nothing that it ran has killed it.
+local function absolve(worker)
+  local accused = P .. 'worker:' .. worker .. ':accused'
+  for _, id in ipairs(R('SMEMBERS', accused)) do
+    if R('HGET', job_key(id), 'accuser') == worker then
+      R('HSET', job_key(id), 'suspect', '', 'accuser', '', 'restore_deaths', 0)
+    elseif R('HGET', P .. 'request:' .. id, 'deaths') == '1' then
+      R('HSET', P .. 'request:' .. id, 'deaths', 0)
+    end
+  end
+  R('DEL', accused)
 end
 
 -------------------------------------------------------------------------------------------------- sampling requests
@@ -465,15 +487,25 @@ function F.closed_jobs(age_ms) return R('ZRANGEBYSCORE', P .. 'closed', '-inf', 
 -- The store holds nothing of these closed jobs any more.
 function F.forget_closed(...) return R('ZREM', P .. 'closed', ...) end
 
--- Drop the jobs of sessions without a heartbeat for so long, once their ops are done. -> the jobs that went
-function F.reap_sessions(timeout_ms, limit)
+-- Has this job's next op waited for a worker for so long that even its result would be gone by now?
+local function is_abandoned(job, committed, patience_ms)
+  if R('HGET', job_key(job), 'owner') ~= '' then return false end
+  local entry = R('HGET', job_key(job) .. ':ledger', committed + 1)
+  local queued = entry and string.match(entry, '"queued":(%d+)', 17)
+  return queued ~= nil and now_ms() - tonumber(queued) > tonumber(patience_ms)
+end
+
+-- Drop the jobs of sessions without a heartbeat for so long, once their ops are done, or have waited in vain for
+-- `patience_ms` because nobody serves their model any more. -> the jobs that went
+function F.reap_sessions(timeout_ms, limit, patience_ms)
   local gone = {}
   for _, session in ipairs(R('ZRANGEBYSCORE', P .. 'sessions', '-inf', now_ms() - tonumber(timeout_ms), 'LIMIT', 0, limit)) do
     local jobs = R('SMEMBERS', P .. 'session:' .. session)
     local left = #jobs
     for _, job in ipairs(jobs) do
       local committed = R('HGET', job_key(job), 'committed')
-      if not committed or R('HEXISTS', job_key(job) .. ':ops', tonumber(committed) + 1) == 0 then
+      if not committed or R('HEXISTS', job_key(job) .. ':ops', tonumber(committed) + 1) == 0
+        or is_abandoned(job, tonumber(committed), patience_ms) then
         if committed then F.close(job) else R('SREM', P .. 'session:' .. session, job) end
         gone[#gone + 1] = job
         left = left - 1
@@ -492,7 +524,10 @@ end
 -- Register, or renew the lease. -> ok | drain | dead.  A fenced worker must come back under a new name.
 function F.hello(worker, model, slots, seats, lease_ms, info, model_info)
   local t = now_ms()
-  if R('ZSCORE', P .. 'workers:dead', worker) then return 'dead' end
+  if R('ZSCORE', P .. 'workers:dead', worker) then
+    absolve(worker)
+    return 'dead'
+  end
   R('ZADD', P .. 'workers:alive', t + tonumber(lease_ms), worker)
   if R('EXISTS', P .. 'worker:' .. worker) == 0 then
     R('HSET', P .. 'worker:' .. worker, 'model', model, 'started', whole(t))
@@ -700,7 +735,10 @@ local function retire(worker, limit, died, ttl)
     local k = P .. 'request:' .. id
     local owner, deaths, channel = unpack(R('HMGET', k, 'owner', 'deaths', 'channel'))
     if owner == worker then
-      if died and (deaths == '0' or trying == id) then deaths = R('HINCRBY', k, 'deaths', 1) end
+      if died and (deaths == '0' or trying == id) then
+        deaths = R('HINCRBY', k, 'deaths', 1)
+        accuse(worker, id)
+      end
       if tonumber(deaths) >= 2 then
         local message = 'two workers died while they sampled this request (the last was ' .. worker ..
           '); it is not tried again. The log of that worker says why'

@@ -300,9 +300,13 @@ class Mailbox:
         """Move the jobs of workers whose lease ran out; anyone may call it."""
         return int(self._call("reap", limit, ttl))
 
-    def reap_sessions(self, timeout_seconds: float, limit: int = 20) -> list[str]:
-        """Drop the jobs of clients that are gone; -> the jobs that went. Anyone may call it."""
-        return sorted(_texts(self._call("reap_sessions", int(timeout_seconds * 1000), limit)))
+    def reap_sessions(self, timeout_seconds: float, *, patience_seconds: float, limit: int = 20) -> list[str]:
+        """Drop the jobs of clients that are gone; -> the jobs that went. Anyone may call it.
+
+        A job whose ops wait for a worker of its model is kept for `patience_seconds`.
+        """
+        milliseconds = int(timeout_seconds * 1000), int(patience_seconds * 1000)
+        return sorted(_texts(self._call("reap_sessions", milliseconds[0], limit, milliseconds[1])))
 
     def closed_jobs(self, age_seconds: float) -> list[str]:
         """Jobs that are gone here for so long, whose snapshots are to be deleted; then `forget_closed`."""
