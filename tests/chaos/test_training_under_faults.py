@@ -53,14 +53,14 @@ def run_chaos(folder: Path, model: Path, *, workers: int, jobs: int, ops_per_job
         threads = [threading.Thread(target=train_one, args=(n,), daemon=True) for n in range(jobs)]
         for thread in threads:
             thread.start()
-        deaths = hurt(cell, random.Random(seed), faults, lambda: any(t.is_alive() for t in threads))
+        deaths, restarts = hurt(cell, random.Random(seed), faults, lambda: any(t.is_alive() for t in threads))
         resubmit_everything(service)
         for thread in threads:
             thread.join(240)
             assert not thread.is_alive(), "a job did not end"
         assert problems == [], f"seed {seed}"
         paths = [patient(lambda c=c: c.save_state(FINAL), c).path for c in clients]
-        report_recovery(cell.mailbox, [c.model_id for c in clients], deaths)
+        report_recovery(cell.mailbox, [c.model_id for c in clients], deaths, restarts)
         check_ledgers(cell.mailbox, clients, work)
         found = [tensors_of(cell.store, path) for path in paths]
 
@@ -103,13 +103,16 @@ def patient(call, client):  # type: ignore[no-untyped-def]
     return wait_for(call())
 
 
-def hurt(cell: Cell, chance: random.Random, count: int, working) -> list[tuple[str, float]]:  # type: ignore[no-untyped-def]
-    """`count` faults, one after the other. -> (worker, time of its death in ms) of those killed.
+def hurt(  # type: ignore[no-untyped-def]
+    cell: Cell, chance: random.Random, count: int, working
+) -> tuple[list[tuple[str, float]], list[float]]:
+    """`count` faults, one after the other. -> (worker, time of its death in ms) of those killed; times of restarts.
 
     No worker is killed or frozen while another tries an op that the one before died with: two deaths with the
     same op would rightly be laid at its door (test_deadly_op.py).
     """
     deaths: list[tuple[str, float]] = []
+    restarts: list[float] = []
     for number in range(count):
         if not working():
             break
@@ -132,9 +135,10 @@ def hurt(cell: Cell, chance: random.Random, count: int, working) -> list[tuple[s
         elif kind == "cut":
             cell.cut_connections(chance)
         else:
+            restarts.append(time.time() * 1000)
             cell.restart_redis()
         time.sleep(chance.uniform(0.5, 2.0))
-    return deaths
+    return deaths, restarts
 
 
 def suspects(cell: Cell) -> list[bytes]:
@@ -160,16 +164,21 @@ def check_ledgers(mailbox: Mailbox, clients: list[lorry.TrainingClient], work: d
         assert committed == sorted(committed)
 
 
-def report_recovery(mailbox: Mailbox, jobs: list[str], deaths: list[tuple[str, float]]) -> None:
-    """How long the jobs of a worker that was killed stood still."""
-    pauses = []
+def report_recovery(mailbox: Mailbox, jobs: list[str], deaths: list[tuple[str, float]], restarts: list[float]) -> None:
+    """How long the jobs of a worker that was killed stood still. A Redis restart meanwhile counts apart: it gives
+    every lease new time, since nobody could renew one."""
+    pauses: dict[str, list[float]] = {"": [], " and a restart of Redis": []}
     for job in jobs:
         entries = [e for e in mailbox.ledger(job).values() if "worker" in e]
         for worker, at in deaths:
             before = [e for e in entries if e["committed"] <= at]
             after = [e["committed"] for e in entries if e["committed"] > at]
             if before and after and before[-1]["worker"] == worker:
-                pauses.append((min(after) - at) / 1000)
-    if pauses:
-        pauses.sort()
-        print(f"recovery after a death: p50 {pauses[len(pauses) // 2]:.2f} s, max {pauses[-1]:.2f} s, n {len(pauses)}")
+                back = min(after)
+                kind = " and a restart of Redis" if any(at < restart < back for restart in restarts) else ""
+                pauses[kind].append((back - at) / 1000)
+    for kind, found in pauses.items():
+        if found:
+            found.sort()
+            median, most = found[len(found) // 2], found[-1]
+            print(f"recovery after a death{kind}: p50 {median:.2f} s, max {most:.2f} s, n {len(found)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
@@ -44,8 +45,11 @@ class Commit:
 
 
 class Committer:
-    def __init__(self, mailbox: Mailbox, worker: str, lanes: Lanes, ttl: int) -> None:
+    def __init__(
+        self, mailbox: Mailbox, worker: str, lanes: Lanes, ttl: int, *, on_total_bytes: Callable[[int], None]
+    ) -> None:
         self._mailbox, self._worker, self._lanes, self._ttl = mailbox, worker, lanes, ttl
+        self._on_total_bytes = on_total_bytes
         self._queue: queue.SimpleQueue[list[Commit] | None] = queue.SimpleQueue()
         self._thread = VitalThread(self._run, "lorry-committer")
         self._aborted = False
@@ -85,9 +89,12 @@ class Committer:
             pipe = self._mailbox.redis.pipeline(transaction=False)
             for commit in group:
                 self._add(commit, pipe)
+            self._mailbox.ask_total_bytes(pipe)
             try:
+                *answers, total = pipe.execute()
+                self._on_total_bytes(int(total or 0))
                 # Beside the commits' answers there are those of the index, which are numbers.
-                return [answer.decode() for answer in pipe.execute() if isinstance(answer, bytes)]
+                return [answer.decode() for answer in answers if isinstance(answer, bytes)]
             except RedisError as error:
                 log.warning("commit of %d ops waits for Redis: %s", len(group), error)
                 time.sleep(0.1)

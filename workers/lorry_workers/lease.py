@@ -19,8 +19,6 @@ from .vital_thread import VitalThread
 log = logging.getLogger(__name__)
 
 SESSIONS_EVERY_SECONDS = 10.0
-PRESSED_SHARE = 0.5
-"""Of all the bytes that the server may hold: from here on, workers free journals early."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Reactions:
     deaf: Callable[[float], None]
     stuck: Callable[[float], None]
     jobs_gone: Callable[[list[str]], None]
-    pressed: Callable[[bool], None]
 
 
 class Lease:
@@ -108,7 +105,6 @@ class Lease:
         unplaced = self._mailbox.unplaced(self._model)
         if unplaced:
             self._reactions.make_room(unplaced)
-        self._reactions.pressed(self._mailbox.total_bytes() > PRESSED_SHARE * self._settings.max_total_bytes)
         self._reap_sessions()
         silence = self._ears.silence(queued, self.deliveries)
         if silence is not None:

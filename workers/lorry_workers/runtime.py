@@ -55,8 +55,10 @@ class Runtime:
         self.mailbox = Mailbox(connect(settings, patient=True, name=f"lorry-{worker}"))
         self.lanes = Lanes()
         self._tokenizer = (model_info.tokenizer_sha256, tokenizer_archive)
-        self._committer = Committer(self.mailbox, worker, self.lanes, settings.result_ttl_seconds)
         self._snapshots = Snapshots(engine, self.mailbox, worker, settings)
+        self._committer = Committer(
+            self.mailbox, worker, self.lanes, settings.result_ttl_seconds, on_total_bytes=self._snapshots.total_is
+        )
         self._clock = Clock(engine, self.lanes, self._committer, self._snapshots, self.mailbox, worker)
         self._lease = Lease(
             self.mailbox,
@@ -74,7 +76,6 @@ class Runtime:
                 deaf=self._deaf,
                 stuck=self._stuck,
                 jobs_gone=self._snapshots.remove_jobs,
-                pressed=self._set_pressed,
             ),
         )
         self._process = _about_this_process()
@@ -226,9 +227,6 @@ class Runtime:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)  # Celery has replaced sys.stderr
         # Without a goodbye: for the mailbox this is a death, so that an op that hangs every worker is found out.
         _start_anew(f"worker {self.worker} has been in one cycle for {seconds:.0f} s")
-
-    def _set_pressed(self, pressed: bool) -> None:
-        self._snapshots.pressed = pressed
 
     def _describe(self) -> str:
         """What `lorry workers` shows, as JSON."""

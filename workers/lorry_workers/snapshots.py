@@ -45,8 +45,9 @@ COST_RATIO = 9.0
 into writing snapshots of it. Unless Redis would fill up meanwhile."""
 RETRY_SECONDS = 5.0
 """So long after a snapshot that could not be written."""
-PRESSURE = 8
-"""Under memory pressure in Redis, snapshots that free journals are due after this part of the usual bytes."""
+PRESSED_FROM, PRESSED_MOST, PRESSURE = 0.5, 0.9, 8
+"""Once requests fill the first share of what Redis may hold, journals are freed after 1/8 of the usual bytes; from
+there the limit falls, and at the second share every job that changed is saved."""
 _FOLDER = re.compile(r"(?:\.writing-|\.replaced-)?(?P<seq>\d+)-(?P<epoch>\d+)(?:-[0-9a-f]+)?")
 
 
@@ -79,8 +80,8 @@ class _Copy:
 class Snapshots:
     def __init__(self, engine: Engine, mailbox: Mailbox, worker: str, settings: WorkerSettings) -> None:
         self.ttl = settings.result_ttl_seconds
-        self.pressed = False
-        """The requests of all jobs together weigh nearly as much as the server may hold: free journals early."""
+        self._max_total = settings.max_total_bytes
+        self._pressure = 1.0
         self._engine, self._mailbox, self._worker = engine, mailbox, worker
         self._steps, self._seconds = settings.snapshot_steps, settings.snapshot_seconds
         self._bytes = settings.snapshot_bytes
@@ -99,6 +100,11 @@ class Snapshots:
         """Write what is queued, then end."""
         self._queue.put(None)
         self._thread.join()
+
+    def total_is(self, total_bytes: int) -> None:
+        """So much do the requests of all jobs weigh in Redis. Any thread may say so."""
+        left = (PRESSED_MOST - total_bytes / self._max_total) / (PRESSED_MOST - PRESSED_FROM)
+        self._pressure = 1.0 if left > 1.0 else max(0.0, left) / PRESSURE
 
     # ---------------------------------------------------------------------------------------- the clock's thread
 
@@ -143,7 +149,7 @@ class Snapshots:
     def _is_due(self, cadence: _Cadence, now: float) -> bool:
         if not cadence.changes or now < cadence.retry_at:
             return False
-        if cadence.at_once or cadence.bytes >= cadence.max_bytes // (PRESSURE if self.pressed else 1):
+        if cadence.at_once or cadence.bytes >= cadence.max_bytes * self._pressure:
             return True
         often_enough = cadence.steps < self._steps and now - cadence.taken_at < self._seconds
         return not often_enough and now >= cadence.rest_until

@@ -336,6 +336,10 @@ class Mailbox:
         found: Any = self.redis.get("lorry:bytes")
         return int(found or 0)
 
+    def ask_total_bytes(self, pipe: Pipeline) -> None:
+        """The same as part of a pipeline, whose answer it is: bytes, or None for 0."""
+        pipe.get("lorry:bytes")
+
     def unplaced(self, model: str) -> int:
         return int(self.redis.zcard(f"lorry:unplaced:{model}"))
 
