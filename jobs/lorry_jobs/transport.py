@@ -6,6 +6,8 @@ stores and releases it. All other messages (events, remote control, ordinary tas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from kombu.transport import redis as kombu_redis
@@ -29,6 +31,16 @@ class Channel(kombu_redis.Channel):  # type: ignore[misc]
     do_restore = False
 
     _mailbox: Mailbox | None = None
+    _client: Any = None
+
+    @contextmanager
+    def conn_or_acquire(self, client: Any = None) -> Iterator[Any]:
+        """kombu makes a new client object for every event that it publishes, which takes as long as all the rest."""
+        if client is None:
+            if self._client is None:
+                self._client = self._create_client()
+            client = self._client
+        yield client
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
         headers = message["headers"]

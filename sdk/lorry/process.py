@@ -141,6 +141,7 @@ class ClientProcess:
                 queue=QUEUE,
                 headers=headers,
                 argsrepr=repr(args),
+                declare=(),  # the mailbox is the queue: there is nothing to declare
                 ignore_result=True,
             )
 

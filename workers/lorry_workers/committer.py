@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from lorry_jobs.errors import LorryError, StaleOwner
 from lorry_jobs.mailbox import Effect, Mailbox
@@ -95,10 +95,19 @@ class Committer:
                 self._on_total_bytes(int(total or 0))
                 # Beside the commits' answers there are those of the index, which are numbers.
                 return [answer.decode() for answer in answers if isinstance(answer, bytes)]
+            except NoScriptError:
+                self._load_script()
             except RedisError as error:
                 log.warning("commit of %d ops waits for Redis: %s", len(group), error)
                 time.sleep(0.1)
         return ["stale"] * len(group)
+
+    def _load_script(self) -> None:
+        try:
+            self._mailbox.load_script()
+        except RedisError as error:
+            log.warning("commits wait for Redis: %s", error)
+            time.sleep(0.1)
 
     def _add(self, commit: Commit, pipe) -> None:  # type: ignore[no-untyped-def]
         delivery = commit.delivery

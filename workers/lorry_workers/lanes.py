@@ -94,6 +94,9 @@ class Lanes:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._lanes: dict[str, Lane] = {}
+        self._astir: dict[str, Lane] = {}
+        """Lanes with something to run or to load, in the order of their turns. Of very many lanes most are idle, and
+        no cycle may cost what it costs to look at them all."""
         self._requests: dict[str, Delivery] = {}
         self._dropped: list[str] = []
         self._woken = False
@@ -111,7 +114,9 @@ class Lanes:
             if known:
                 return False
             lane.waiting[delivery.seq] = delivery
-            self.changed.notify_all()
+            self._astir.setdefault(job, lane)
+            if self._is_next(lane):
+                self.changed.notify_all()
             return True
 
     def deliver_request(self, delivery: Delivery) -> bool:
@@ -148,12 +153,17 @@ class Lanes:
             self._woken
             or any(not delivery.running for delivery in self._requests.values())
             or bool(self._dropped)
-            or any(lane.ready or (lane.applied is None and not lane.leaving) for lane in self._lanes.values())
+            or any(self._is_next(lane) for lane in self._astir.values())
         )
+
+    @staticmethod
+    def _is_next(lane: Lane) -> bool:
+        """Is there something that the clock can do for it now?"""
+        return lane.ready or (lane.applied is None and not lane.leaving)
 
     def to_adopt(self) -> list[Lane]:
         with self.changed:
-            return [lane for lane in self._lanes.values() if lane.applied is None and not lane.leaving]
+            return [lane for lane in self._astir.values() if lane.applied is None and not lane.leaving]
 
     def adopted(
         self, lane: Lane, *, epoch: str, applied: int, incomplete: int | None, suspect: int | None = None
@@ -164,6 +174,7 @@ class Lanes:
             lane.used = lane.adopted_at = time.monotonic()
             for seq in [seq for seq in lane.waiting if seq <= applied]:
                 lane.waiting.pop(seq).done.set_exception(StaleOwner("the op is committed already", job=lane.job))
+            self._rest(lane)
 
     def take_runs(self) -> list[tuple[Lane, list[Delivery]]]:
         """For every job the ops that enter this cycle; they count as in flight from here on.
@@ -172,7 +183,7 @@ class Lanes:
         """
         with self.changed:
             runs = []
-            ready = [lane for lane in self._lanes.values() if lane.ready]
+            ready = [lane for lane in self._astir.values() if lane.ready]
             suspects = [lane for lane in ready if lane.next_seq <= lane.suspect]
             for lane in suspects[:1] or ready:
                 if lane.ready:
@@ -183,7 +194,7 @@ class Lanes:
                     lane.used = time.monotonic()
                     runs.append((lane, run))
                     # Round robin: a job that just ran goes behind the others.
-                    self._lanes[lane.job] = self._lanes.pop(lane.job)
+                    self._astir[lane.job] = self._astir.pop(lane.job)
             return runs
 
     def applied(self, lane: Lane, delivery: Delivery) -> bool:
@@ -193,7 +204,13 @@ class Lanes:
                 return False
             lane.applied = delivery.seq
             lane.waiting.pop(delivery.seq, None)
+            self._rest(lane)
             return True
+
+    def _rest(self, lane: Lane) -> None:
+        """Nothing is left to run or to load: the clock need not look at it."""
+        if lane.applied is not None and not lane.waiting:
+            self._astir.pop(lane.job, None)
 
     def committed(self, lane: Lane) -> None:
         with self.changed:
@@ -224,7 +241,7 @@ class Lanes:
         """A job was given to this worker, though none of its ops has arrived yet."""
         with self.changed:
             if job not in self._lanes:
-                self._lanes[job] = Lane(job)
+                self._lanes[job] = self._astir[job] = Lane(job)
                 self.changed.notify_all()
 
     def head_missing(self) -> list[tuple[str, str]]:
@@ -281,6 +298,7 @@ class Lanes:
             lane = self._lanes.pop(job, None)
             if lane is None:
                 return
+            self._astir.pop(job, None)
             self._dropped.append(job)
             for delivery in lane.waiting.values():
                 delivery.done.set_exception(StaleOwner(reason, job=job, op=delivery.op, seq=delivery.seq))

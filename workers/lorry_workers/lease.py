@@ -128,9 +128,8 @@ class Lease:
             self._lanes.ensure(job)
         if not messages_lost:
             return
-        for job, epoch in self._lanes.head_missing():
-            if self._mailbox.resend(job, self._worker, epoch) == "stale":
-                self._lanes.drop(job, "the job moved to another worker")
+        for job in self._mailbox.resend(self._worker, self._lanes.head_missing()):
+            self._lanes.drop(job, "the job moved to another worker")
         held = self._lanes.requests()
         for task in self._mailbox.requests_of(self._worker) - held:
             self._mailbox.resend_request(task, self._worker)

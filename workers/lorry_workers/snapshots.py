@@ -43,6 +43,8 @@ _CHANGING = frozenset({ops.CREATE_MODEL, ops.FORWARD_BACKWARD, ops.OPTIM_STEP, o
 COST_RATIO = 9.0
 """A job rests this many times as long as its last snapshot took to write, so that at most a tenth of the time goes
 into writing snapshots of it. Unless Redis would fill up meanwhile."""
+LOOK_SECONDS = 0.02
+"""So often, at most, all jobs are looked through for one whose turn it is; those that just ran are always."""
 RETRY_SECONDS = 5.0
 """So long after a snapshot that could not be written."""
 PRESSED_FROM, PRESSED_MOST, PRESSURE = 0.5, 0.9, 8
@@ -82,6 +84,8 @@ class Snapshots:
         self.ttl = settings.result_ttl_seconds
         self._max_total = settings.max_total_bytes
         self._pressure = 1.0
+        self._look_again_at = 0.0
+        self._just_ran: set[str] = set()
         self._engine, self._mailbox, self._worker = engine, mailbox, worker
         self._steps, self._seconds = settings.snapshot_steps, settings.snapshot_seconds
         self._bytes = settings.snapshot_bytes
@@ -116,6 +120,7 @@ class Snapshots:
             cadence.changes += 1
             cadence.bytes += request_bytes
             cadence.at_once |= at_once
+            self._just_ran.add(job)
 
     def restored(self, placement: Placement, *, changes: int, steps: int, bytes: int) -> None:
         """The job is here now; so much was replayed, and counts as if it had been run here."""
@@ -137,8 +142,15 @@ class Snapshots:
             else:
                 self._take(lane, lambda then=then: then())
         now = time.monotonic()
-        for job, cadence in list(self._cadence.items()):
-            lane = lanes.get(job) if self._is_due(cadence, now) and job not in self._busy else None
+        candidates, self._just_ran = self._just_ran, set()
+        if now >= self._look_again_at:
+            self._look_again_at = now + LOOK_SECONDS
+            candidates = set(self._cadence)
+        for job in candidates:
+            cadence = self._cadence.get(job)
+            if cadence is None or job in self._busy or not self._is_due(cadence, now):
+                continue
+            lane = lanes.get(job)
             if lane is not None and lane.applied is not None and job in self._engine.jobs:
                 self._take(lane, lambda: None)
 

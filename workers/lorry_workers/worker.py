@@ -13,6 +13,7 @@ from lorry_jobs.mailbox import queue_name
 from lorry_jobs.types import ModelInfo
 
 from .base_model import BaseModel, load_base_model, parse_model_spec, resolve_model_path
+from .consumer import PatientConsumer
 from .engine.checkpoints import CheckpointStore
 from .engine.engine import Engine, EngineOptions
 from .runtime import Runtime, new_worker_id
@@ -88,6 +89,7 @@ def serve(worker: str, make_runtime, settings: WorkerSettings) -> int:  # type: 
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=False,
+        consumer_cls=PatientConsumer,
     )
     celery_worker.start()
     return int(celery_worker.exitcode or 0)

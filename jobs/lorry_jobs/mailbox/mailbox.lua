@@ -668,14 +668,22 @@ function F.distrust(job, worker, epoch, ref)
   return 'ok'
 end
 
--- Deliver again what is released and uncommitted: repairs lost Celery messages. -> stale | idle | number delivered
-function F.resend(job, worker, epoch)
-  local k = job_key(job)
-  if not owns(job, worker, epoch) then return 'stale' end
-  local committed, released = unpack(R('HMGET', k, 'committed', 'released'))
-  if tonumber(released) <= tonumber(committed) then return 'idle' end
-  R('HSET', k, 'released', committed)
-  return tostring(release(job))
+-- Deliver again what is released and uncommitted: repairs lost Celery messages. The arguments after the worker are
+-- job, epoch, job, epoch, ...  -> those jobs that are another's now
+function F.resend(worker, ...)
+  local stale, pairs_given = {}, { ... }
+  for i = 1, #pairs_given, 2 do
+    local job = pairs_given[i]
+    local k = job_key(job)
+    local owner, epoch, committed, released = unpack(R('HMGET', k, 'owner', 'epoch', 'committed', 'released'))
+    if owner ~= worker or epoch ~= pairs_given[i + 1] then
+      stale[#stale + 1] = job
+    elseif tonumber(released) > tonumber(committed) then
+      R('HSET', k, 'released', committed)
+      release(job)
+    end
+  end
+  return stale
 end
 
 function F.resend_request(id, worker)

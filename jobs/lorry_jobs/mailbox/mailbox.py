@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -87,7 +89,14 @@ class Mailbox:
         self._script = redis.register_script(SOURCE)
 
     def _call(self, function: str, *args: Any, pipe: Pipeline | None = None) -> Any:
-        return self._script(keys=["lorry:jobs"], args=[function, *args], client=pipe)
+        if pipe is not None:
+            # Not through the script object: for every pipeline it would ask first whether the server knows the script.
+            return pipe.evalsha(self._script.sha, 1, "lorry:jobs", function, *args)
+        return self._script(keys=["lorry:jobs"], args=[function, *args])
+
+    def load_script(self) -> None:
+        """After a NoScriptError from a pipeline: the server was restarted. (Single calls do this by themselves.)"""
+        self.redis.script_load(SOURCE)
 
     def _text(self, function: str, *args: Any) -> Any:
         answer = self._call(function, *args)
@@ -284,8 +293,15 @@ class Mailbox:
         """The last snapshot cannot be read: let the one before be the last."""
         return str(self._text("distrust", job, worker, epoch, ref))
 
-    def resend(self, job: str, worker: str, epoch: str) -> str:
-        return str(self._text("resend", job, worker, epoch))
+    def resend(self, worker: str, jobs: Sequence[tuple[str, str]]) -> list[str]:
+        """Deliver again what these jobs (each with its epoch) were handed and have not committed.
+
+        -> those of them that are another worker's now
+        """
+        stale: list[str] = []
+        for start in range(0, len(jobs), 200):  # no call to Redis may take long
+            stale += _texts(self._call("resend", worker, *itertools.chain(*jobs[start : start + 200])))
+        return stale
 
     def resend_request(self, task: str, worker: str) -> str:
         return str(self._text("resend_request", task, worker))
