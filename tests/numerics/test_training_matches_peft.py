@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lorry_jobs.types import AdamParams, Datum, ModelInput
-from lorry_workers.engine.lora_linear import Segment
+from lorry_workers.engine.bank import Segment
 from lorry_workers.engine.losses import LOSSES
 from tests.tiny_engine import create_job, make_engine, peft_model, random_data, randomize, targets
 
@@ -197,22 +197,29 @@ def test_soft_targets_are_a_sum_over_columns_and_mix_with_hard_ones(tmp_path):
     )
 
 
-def test_rows_of_different_adapters_in_one_batch(tmp_path):
+@pytest.mark.parametrize("sizes", [(18, 18), (9, 27)])
+@pytest.mark.parametrize("ranks", [(4, 4), (4, 7)])
+def test_tokens_of_different_adapters_in_one_pass(tmp_path, sizes, ranks):
     engine = make_engine(tmp_path)
-    for job, seed in (("a", 1), ("b", 2)):
-        create_job(engine, job, seed=seed, train_unembed=False)
+    for job, seed, rank in (("a", 1, ranks[0]), ("b", 2, ranks[1])):
+        create_job(engine, job, seed=seed, rank=rank, train_unembed=False, train_mlp=rank == 4)
         randomize(engine, job)
-    first, second = engine.state("a").adapter, engine.state("b").adapter
+    adapters = [engine.state("a").adapter, engine.state("b").adapter]
     tokens = torch.randint(0, 400, (4, 9), generator=torch.Generator().manual_seed(0))
     active, body = engine.trainer.active, engine.trainer.body
+    bank = active.make_bank(adapters, gradients=False)
+    bank.segments = (Segment(0, 0, sizes[0]), Segment(1, sizes[0], sum(sizes)))
+    first = sizes[0] // 9
     with torch.no_grad():
-        with active.use([Segment(first, 0, 1), Segment(None, 1, 2), Segment(second, 2, 4)]):
+        with active.use(bank):
             together = body(input_ids=tokens, use_cache=False).last_hidden_state
-        for adapter, rows in ((first, slice(0, 1)), (None, slice(1, 2)), (second, slice(2, 4))):
+        for adapter, rows in zip(adapters, (slice(0, first), slice(first, 4)), strict=True):
             with active.use_one(adapter):
                 alone = body(input_ids=tokens[rows], use_cache=False).last_hidden_state
             torch.testing.assert_close(together[rows], alone, rtol=1e-5, atol=1e-5)
-        assert active.segments == ()
+        assert active.bank is None
+        with active.use(bank), pytest.raises(ValueError, match=r"9 tokens arrived where .* expect 36"):
+            body(input_ids=tokens[:1], use_cache=False)
 
 
 def test_without_an_adapter_the_model_is_the_base_model(tmp_path):

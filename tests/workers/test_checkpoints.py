@@ -205,7 +205,12 @@ def test_the_saved_adapter_loads_in_peft_with_the_same_logits(tmp_path):
             expected = model(input_ids=tokens).logits[0]
             with engine.trainer.active.use_one(adapter):
                 hidden = engine.trainer.body(input_ids=tokens).last_hidden_state[0]
-            torch.testing.assert_close(engine.sampler.head.logits(hidden, adapter), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                engine.sampler.head.logits(hidden, engine.sampler.head.everywhere(adapter)),
+                expected,
+                rtol=1e-5,
+                atol=1e-5,
+            )
 
 
 def test_a_sampler_is_frozen_at_its_save_and_kept_loaded(engine, tmp_path):

@@ -166,7 +166,7 @@ def test_should_stop_ends_a_request_between_steps(engine):
     with pytest.raises(OpCancelled):
         sample(engine, max_tokens=50, stop=[], should_stop=should_stop)
     assert len(asked) == 4
-    assert engine.trainer.active.segments == ()
+    assert engine.trainer.active.bank is None
 
 
 def test_choose_follows_the_distribution_and_its_limits():

@@ -38,10 +38,10 @@ from .adapter import Adapter, create_adapter, head_name, make_shell, read_adapte
 from .checkpoints import Checkpoint, CheckpointStore, Manifest, Origin
 from .head import Head
 from .job_state import JobState
-from .lora_linear import ActiveAdapters, install_lora_linears
+from .lora_linear import install_lora_linears
 from .optimizer import AdamState, adamw_step, grad_norms
 from .sampler import Sampler, ShouldStop
-from .trainer import Trainer
+from .trainer import Part, Trainer
 
 if TYPE_CHECKING:
     from ..base_model import BaseModel
@@ -56,6 +56,17 @@ class EngineOptions:
     head_chunk_elements: int = 2**24
     sampler_adapters: int = 16
     max_sample_rows: int = 32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward, or with `backward` one forward_backward, of a job."""
+
+    job: str
+    data: Sequence[Datum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] | None = None
+    backward: bool = True
 
 
 class Engine:
@@ -77,8 +88,7 @@ class Engine:
         self._head = Head(base.model.get_output_embeddings(), head_name(base.model), options.head_chunk_elements)
         self._device = self._head.weight.device
         self._samplers: OrderedDict[tuple[str, str], Adapter] = OrderedDict()
-        active = ActiveAdapters()
-        install_lora_linears(base.model, active)
+        active = install_lora_linears(base.model)
         check_head(base, self._head)
         self.trainer = Trainer(
             base,
@@ -157,6 +167,33 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------- training
 
+    def run_batches(self, batches: Sequence[Batch]) -> list[ForwardBackwardOutput | Exception]:
+        """The batches of many jobs in as few passes through the model as memory allows.
+
+        For each batch, in order, what it gives or the error it failed with; nothing is raised for what one of
+        them did. Batches with `backward` add to their job's gradient. If one of those fails, all that its job
+        has accumulated is dropped, what other batches of the same call added included; other jobs go on as if
+        it had not been there.
+        """
+        results: list[ForwardBackwardOutput | Exception | None] = []
+        parts: list[Part] = []
+        for batch in batches:
+            state = self.jobs.get(batch.job)
+            if state is None:
+                results.append(JobNotFound("this worker does not hold the job"))
+            else:
+                parts.append(Part(state, batch.data, batch.loss_fn, batch.loss_fn_config, batch.backward))
+                results.append(None)
+        found = iter(self.trainer.run(parts))
+        located = []
+        for batch, missing in zip(batches, results, strict=True):
+            result = next(found) if missing is None else missing
+            if isinstance(result, LorryError):
+                result.job = result.job or batch.job
+                result.op = result.op or ("forward_backward" if batch.backward else "forward")
+            located.append(result)
+        return located
+
     def forward(
         self,
         job: str,
@@ -164,8 +201,8 @@ class Engine:
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> ForwardBackwardOutput:
-        with _located(job, "forward"):
-            return self.trainer.forward(self.state(job), data, loss_fn, loss_fn_config)
+        """`run_batches` of one batch without `backward`; raises its error."""
+        return _only(self.run_batches([Batch(job, data, loss_fn, loss_fn_config, backward=False)]))
 
     def forward_backward(
         self,
@@ -174,14 +211,8 @@ class Engine:
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> ForwardBackwardOutput:
-        """If it fails, whatever the job has accumulated so far is dropped with it."""
-        with _located(job, "forward_backward"):
-            state = self.state(job)
-            try:
-                return self.trainer.forward_backward(state, data, loss_fn, loss_fn_config)
-            except BaseException:
-                state.drop_gradients()
-                raise
+        """`run_batches` of one batch; raises its error."""
+        return _only(self.run_batches([Batch(job, data, loss_fn, loss_fn_config)]))
 
     def optim_step(self, job: str, params: AdamParams) -> OptimStepResponse:
         """One AdamW step with the accumulated gradient. If that is not finite, it is dropped, and weights
@@ -279,12 +310,19 @@ def check_head(base: BaseModel, head: Head) -> None:
     with torch.no_grad():
         expected = base.model(input_ids=tokens, use_cache=False).logits[0].float()
         states = base.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        gap = (head.logits(states, None) - expected).abs().max().item()
+        gap = (head.logits(states) - expected).abs().max().item()
     allowed = 1e-3 if head.weight.dtype == torch.float32 else 0.05
     if not gap <= allowed * max(1.0, expected.abs().max().item()):
         raise ServiceError(
             f"{type(base.model).__name__} changes the logits after its output layer, which Lorry does not know"
         )
+
+
+def _only(results: Sequence[ForwardBackwardOutput | Exception]) -> ForwardBackwardOutput:
+    [result] = results
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _shaped_like(request: CreateModelRequest, manifest: Manifest) -> CreateModelRequest:

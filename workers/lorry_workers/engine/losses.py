@@ -13,13 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lorry_jobs.errors import UserError
 
 Inputs = Mapping[str, Tensor]
+Arrays = Mapping[str, NDArray[np.float32]]
 Config = Mapping[str, float]
 Terms = tuple[Tensor, Tensor]
 
@@ -69,8 +73,12 @@ def dro(x: Tensor, inputs: Inputs, config: Config) -> Terms:
     return -(advantages * x - 0.5 * beta * gap * gap), -(advantages - beta * gap)
 
 
-def _advantage_count(inputs: Inputs) -> Tensor:
-    return (inputs["advantages"] != 0).float()
+def _has_advantage(inputs: Arrays) -> NDArray[np.bool_]:
+    return inputs["advantages"] != 0
+
+
+def _everywhere(inputs: Arrays) -> NDArray[np.bool_]:
+    return np.ones_like(inputs["advantages"], bool)
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,13 @@ class Loss:
 
     `weight` gives each position's part in `weights:sum`, by which the reported mean `loss` is divided. It
     has no part in the objective. For policy losses it counts the positions whose advantage is not 0.
+    `active` says where the derivative may differ from 0. Both look at the inputs on the host.
     """
 
     name: str
     terms: Callable[[Tensor, Inputs, Config], Terms]
-    weight: Callable[[Inputs], Tensor]
+    weight: Callable[[Arrays], NDArray[Any]]
+    active: Callable[[Arrays], NDArray[np.bool_]]
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     config: Config = field(default_factory=dict)
@@ -99,23 +109,32 @@ _POLICY = ("logprobs", "advantages")
 LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss("cross_entropy", cross_entropy, lambda i: i["weights"], optional=("weights",), soft_targets=True),
-        Loss("importance_sampling", importance_sampling, _advantage_count, _POLICY),
+        Loss(
+            "cross_entropy",
+            cross_entropy,
+            weight=lambda inputs: inputs["weights"],
+            active=lambda inputs: inputs["weights"] != 0,
+            optional=("weights",),
+            soft_targets=True,
+        ),
+        Loss("importance_sampling", importance_sampling, _has_advantage, _has_advantage, _POLICY),
         Loss(
             "ppo",
             ppo,
-            _advantage_count,
+            _has_advantage,
+            _has_advantage,
             _POLICY,
             config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         ),
         Loss(
             "cispo",
             cispo,
-            _advantage_count,
+            _has_advantage,
+            _has_advantage,
             _POLICY,
             config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         ),
-        Loss("dro", dro, _advantage_count, _POLICY, config={"beta": 0.05}),
+        Loss("dro", dro, _has_advantage, _everywhere, _POLICY, config={"beta": 0.05}),
     )
 }
 

@@ -17,7 +17,7 @@ from lorry_jobs.errors import OpCancelled, UserError
 from lorry_jobs.types import SampledSequence, SampleResponse, SamplingParams
 
 from .adapter import Adapter
-from .head import Head
+from .head import Head, LowRank
 from .lora_linear import ActiveAdapters
 from .stopping import StopRule
 
@@ -77,20 +77,21 @@ class Sampler:
         rule = StopRule(params, self.base.eos_token_ids, self.base.tokenizer)
         response: dict[str, Any] = {}
 
+        low_ranks = self.head.everywhere(adapter)
         with self.active.use_one(adapter):
             cache = DynamicCache(config=self.base.model.config)
             hidden = self._run(torch.tensor([prompt], device=self.device), cache)[0]  # (T, H)
             if prompt_logprobs:
-                response["prompt_logprobs"] = self._prompt_logprobs(hidden, prompt, adapter)
+                response["prompt_logprobs"] = self._prompt_logprobs(hidden, prompt, low_ranks)
             if topk_prompt_logprobs:
-                response["topk_prompt_logprobs"] = self._topk(hidden, topk_prompt_logprobs, adapter)
-            first = self.head.logits(hidden[-1:], adapter)  # (1, V)
+                response["topk_prompt_logprobs"] = self._topk(hidden, topk_prompt_logprobs, low_ranks)
+            first = self.head.logits(hidden[-1:], low_ranks)  # (1, V)
             steps = room if params.max_tokens is None else min(room, params.max_tokens)
             for start in range(0, num_samples, self.max_rows):
                 group = samples[start : start + self.max_rows]
                 last = start + self.max_rows >= num_samples
                 rows = cache if last else copy.deepcopy(cache)
-                self._decode(group, rows, first, steps, params, rule, adapter, should_stop)
+                self._decode(group, rows, first, steps, params, rule, low_ranks, should_stop)
 
         return SampleResponse(
             sequences=[
@@ -113,7 +114,7 @@ class Sampler:
         steps: int,
         params: SamplingParams,
         rule: StopRule,
-        adapter: Adapter | None,
+        low_ranks: list[LowRank],
         should_stop: ShouldStop | None,
     ) -> None:
         """Grow every sample by up to `steps` tokens. All start from the same prompt, so they have the same
@@ -141,22 +142,22 @@ class Sampler:
                 cache.batch_select_indices(rows)
                 tokens, running = tokens[rows], [running[row] for row in staying]
             hidden = self._run(tokens[:, None], cache)  # (S, 1, H)
-            logits = self.head.logits(hidden[:, -1], adapter)
+            logits = self.head.logits(hidden[:, -1], low_ranks)
 
     def _run(self, tokens: Tensor, cache: DynamicCache) -> Tensor:
         """(b, t) tokens after those in `cache`, which grows by them -> (b, t, H)."""
         return self.body(input_ids=tokens, use_cache=True, **{self.cache_argument: cache}).last_hidden_state
 
-    def _prompt_logprobs(self, hidden: Tensor, prompt: list[int], adapter: Adapter | None) -> list[float | None]:
+    def _prompt_logprobs(self, hidden: Tensor, prompt: list[int], low_ranks: list[LowRank]) -> list[float | None]:
         if len(prompt) == 1:
             return [None]
         targets = torch.tensor(prompt[1:], device=self.device)[:, None]  # (T - 1, 1)
-        return [None, *self.head.score(hidden[:-1], targets, adapter)[:, 0].tolist()]
+        return [None, *self.head.score(hidden[:-1], targets, low_ranks)[:, 0].tolist()]
 
-    def _topk(self, hidden: Tensor, k: int, adapter: Adapter | None) -> list[list[tuple[int, float]] | None]:
+    def _topk(self, hidden: Tensor, k: int, low_ranks: list[LowRank]) -> list[list[tuple[int, float]] | None]:
         if len(hidden) == 1:
             return [None]
-        top = self.head.top(hidden[:-1], k, adapter)  # (T - 1, k)
+        top = self.head.top(hidden[:-1], k, low_ranks)  # (T - 1, k)
         rows = zip(top.ids.tolist(), top.logprobs.tolist(), strict=True)
         return [None, *(list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows)]
 
