@@ -90,6 +90,9 @@ def test_every_loss_and_its_gradient_match_autograd(tmp_path, loss_fn):
                 return -ratio.clamp(0, 4).detach() * x * advantages
             case "dro":
                 return -(x * advantages - 0.5 * 0.05 * (x - i["logprobs"]) ** 2)
+            case "gspo":
+                r = torch.exp((x.detach() - i["logprobs"]).mean() + x - x.detach())
+                return -torch.min(r * advantages, r.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
         raise AssertionError(loss_fn)
 
     model = peft_model(target_modules=targets())

@@ -15,7 +15,7 @@ from lorry_jobs.tensors import IGNORED_TARGET, Datum, ModelInput
 
 from .attention import Run, runs_of
 from .bank import Segment
-from .losses import Loss
+from .losses import SEQUENCE, SEQUENCE_COUNT, Loss
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Row:
 
 @dataclass(frozen=True)
 class LossSlice:
-    """Positions start:stop of a micro-batch, which share a loss. `inputs`: (stop - start, K) each."""
+    """Positions start:stop of a micro-batch, which share a loss. `inputs`: (stop - start, K) each, and for a
+    loss of whole sequences what `losses.SEQUENCE` and `SEQUENCE_COUNT` say."""
 
     loss: Loss
     start: int
@@ -151,6 +152,7 @@ def make_microbatch(rows: list[Row], device: torch.device) -> MicroBatch:
         tokens = sum(row.length for row in group)
         place = slice(start, start + tokens)
         inputs = {name: _loss_input(group, name, targets.shape[1]) for name in loss.inputs}
+        sequence = np.repeat(np.arange(len(group)), [row.length for row in group])[:, None]
         active[place] = (loss.active(inputs) & ~ignored[place]).any(1)
         counted = np.where(ignored[place], 0, loss.weight(inputs)).sum(1, dtype=np.float64)
         ends = np.cumsum([row.length for row in group])
@@ -159,6 +161,9 @@ def make_microbatch(rows: list[Row], device: torch.device) -> MicroBatch:
         if count:
             chosen = slice(None) if kept is None else wanted[place]
             tensors = {name: torch.from_numpy(values[chosen]).to(device) for name, values in inputs.items()}
+            if loss.whole_sequences:
+                tensors[SEQUENCE] = torch.from_numpy(sequence[chosen]).to(device)
+                tensors[SEQUENCE_COUNT] = torch.tensor(len(group))
             slices.append(LossSlice(loss, first, first + count, tensors))
         start, first = place.stop, first + count
 
@@ -213,8 +218,13 @@ def _loss_input(rows: Sequence[Row], name: str, columns: int) -> NDArray[np.floa
     arrays = []
     for row in rows:
         given = row.datum.loss_fn_inputs.get(name)
-        shape = row.datum.loss_fn_inputs["target_tokens"].array.shape
-        arrays.append(np.ones(shape, np.float32) if given is None else given.array)
+        if given is not None:
+            arrays.append(given.array)
+        elif name in row.loss.absent:
+            others = {key: tensor.array for key, tensor in row.datum.loss_fn_inputs.items()}
+            arrays.append(row.loss.absent[name](others).astype(np.float32))
+        else:
+            arrays.append(np.ones(row.datum.loss_fn_inputs["target_tokens"].array.shape, np.float32))
     return _columns(arrays, 0, columns)
 
 

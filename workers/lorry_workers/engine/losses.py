@@ -27,6 +27,12 @@ Arrays = Mapping[str, NDArray[np.float32]]
 Config = Mapping[str, float]
 Terms = tuple[Tensor, Tensor]
 
+SEQUENCE = "sequence"
+"""Input of losses over whole sequences, made here and not by users: which datum a position belongs to, counted
+from 0 in the tensors at hand."""
+SEQUENCE_COUNT = "sequences"
+"""How many those are."""
+
 
 def cross_entropy(x: Tensor, inputs: Inputs, config: Config) -> Terms:
     """- w · x, with w = `weights` (1 where absent). Derivative: - w."""
@@ -73,6 +79,29 @@ def dro(x: Tensor, inputs: Inputs, config: Config) -> Terms:
     return -(advantages * x - 0.5 * beta * gap * gap), -(advantages - beta * gap)
 
 
+def gspo(x: Tensor, inputs: Inputs, config: Config) -> Terms:
+    """- min(r·A, clamp(r, low, high)·A) with one ratio for a whole sequence
+    (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, the token-level variant of eq. 13 to 15):
+
+        s = exp(mean over the mask of (x - q))          r = s · exp(x - sg(x)), sg = no gradient
+
+    So r = s everywhere, and d r / d x = s at the position itself. Derivative: - s·A where the first term is the
+    smaller one, else 0. The mask is `sequence_ratio_mask`; without one, the positions whose advantage is not 0.
+    A sequence with nothing in its mask has s = 1. Default thresholds: the paper's 1 - 3e-4 and 1 + 4e-4.
+    """
+    advantages, sequence = inputs["advantages"], inputs[SEQUENCE].long()
+    mask = inputs["sequence_ratio_mask"]
+    count = int(inputs[SEQUENCE_COUNT])
+    # Where the mask is 0, the log-probabilities have no say, not even if their difference is infinite.
+    gaps = torch.where(mask != 0, mask * (x - inputs["logprobs"]), torch.zeros_like(x))
+    sums = x.new_zeros(2, count, 1).scatter_add_(1, sequence.expand(2, -1, -1), torch.stack([gaps, mask.to(x.dtype)]))
+    means = torch.where(sums[1] != 0, sums[0] / sums[1], torch.zeros_like(sums[0]))
+    ratio = torch.exp(means).gather(0, sequence)
+    free = ratio * advantages
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"]) * advantages
+    return -torch.minimum(free, clipped), torch.where(free <= clipped, -free, torch.zeros_like(free))
+
+
 def _has_advantage(inputs: Arrays) -> NDArray[np.bool_]:
     return inputs["advantages"] != 0
 
@@ -88,6 +117,10 @@ class Loss:
     `weight` gives each position's part in `weights:sum`, by which the reported mean `loss` is divided. It
     has no part in the objective. For policy losses it counts the positions whose advantage is not 0.
     `active` says where the derivative may differ from 0. Both look at the inputs on the host.
+
+    `whole_sequences`: the terms of a position depend on other positions of its datum, so they can only be had
+    once all its log-probabilities are there. Its inputs hold SEQUENCE too. `absent` gives optional inputs that a
+    datum does not have; without an entry they are 1.
     """
 
     name: str
@@ -98,6 +131,8 @@ class Loss:
     optional: tuple[str, ...] = ()
     config: Config = field(default_factory=dict)
     soft_targets: bool = False
+    whole_sequences: bool = False
+    absent: Mapping[str, Callable[[Arrays], NDArray[Any]]] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -135,6 +170,17 @@ LOSSES: dict[str, Loss] = {
             config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         ),
         Loss("dro", dro, _has_advantage, _everywhere, _POLICY, config={"beta": 0.05}),
+        Loss(
+            "gspo",
+            gspo,
+            _has_advantage,
+            _has_advantage,
+            _POLICY,
+            optional=("sequence_ratio_mask",),
+            config={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+            whole_sequences=True,
+            absent={"sequence_ratio_mask": _has_advantage},
+        ),
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -194,7 +194,7 @@ class Trainer:
         with torch.no_grad(), self.active.use(bank), self.packing.use(batch.runs):
             hidden = self._wanted(self._hidden(batch), batch)
             logprobs = self.head.score(hidden, batch.targets, self._low_ranks(batch, run.adapters))
-            losses, _ = _Terms(batch)(logprobs, slice(0, len(logprobs)))
+            losses, _ = _Terms(batch, lambda rows: logprobs[rows])(logprobs, slice(0, len(logprobs)))
         return _Found(batch, logprobs, losses)
 
     def _backward(self, run: _Run, batch: MicroBatch, keep: bool) -> _Found:
@@ -204,10 +204,11 @@ class Trainer:
         with self.active.use(bank), self.packing.use(batch.runs), self._checkpointing():
             states = self._hidden(batch)  # (T, H)
             low_ranks = self._low_ranks(batch, run.adapters, gradients=True)
+            wanted = self._wanted(states.detach(), batch)  # (m, H)
             gradient = self.head.backward(
-                self._wanted(states.detach(), batch),  # (m, H)
+                wanted,
                 batch.targets,
-                _Terms(batch),
+                _Terms(batch, lambda rows: self.head.score(wanted, batch.targets, low_ranks, rows)),
                 low_ranks,
                 batch.active,
             )
@@ -289,20 +290,39 @@ class Trainer:
 
 
 class _Terms:
-    """Losses and coefficients of some of a micro-batch's positions, each by its own loss; 0 at ignored targets."""
+    """Losses and coefficients of some of a micro-batch's positions, each by its own loss; 0 at ignored targets.
 
-    def __init__(self, batch: MicroBatch) -> None:
+    A loss of whole sequences needs all log-probabilities of a datum before it has the first coefficient, so
+    its positions are scored beforehand, which costs them a third product with the vocabulary matrix. (Scaling
+    gradients afterwards would save it, but not for an adapter on the output layer: its gradients are sums over
+    positions.)
+    """
+
+    def __init__(self, batch: MicroBatch, score: Callable[[slice], Tensor]) -> None:
+        """`score` gives the log-probabilities (n, K) of n positions."""
         self.batch = batch
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        for number, part in enumerate(batch.losses):
+            if part.loss.whole_sequences:
+                x = score(slice(part.start, part.stop))
+                self._known[number] = part.loss.terms(x, part.inputs, part.loss.config)
 
     def __call__(self, logprobs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """(c, K) log-probabilities of the positions `rows` -> losses (c, K), coefficients (c, K)."""
         found = []
-        for part in self.batch.losses:
+        for number, part in enumerate(self.batch.losses):
             start, stop = max(part.start, rows.start), min(part.stop, rows.stop)
-            if start < stop:
-                inputs = {name: values[start - part.start : stop - part.start] for name, values in part.inputs.items()}
-                x = logprobs[start - rows.start : stop - rows.start]
-                found.append(part.loss.terms(x, inputs, part.loss.config))
+            if start >= stop:
+                continue
+            own = slice(start - part.start, stop - part.start)
+            if number in self._known:
+                losses, coefficients = self._known[number]
+                found.append((losses[own], coefficients[own]))
+            else:
+                inputs = {name: values[own] for name, values in part.inputs.items()}
+                found.append(
+                    part.loss.terms(logprobs[start - rows.start : stop - rows.start], inputs, part.loss.config)
+                )
         losses, coefficients = (terms[0] if len(terms) == 1 else torch.cat(terms) for terms in zip(*found, strict=True))
         if self.batch.ignored is not None:
             ignored = self.batch.ignored[rows]
