@@ -190,11 +190,11 @@ def test_eight_jobs_interleaved_at_random_equal_eight_jobs_alone(tmp_path):
     while any(waiting.values()):
         chosen = [job for job in JOBS if waiting[job] and random.random() < 0.6]
         steps = [(job, *waiting[job].pop(0)) for job in random.permutation(chosen).tolist()]
-        for (job, _, adam), result in zip(
-            steps, together.run_batches([Batch(job, data, "cross_entropy") for job, data, _ in steps]), strict=True
-        ):
+        results = together.run_batches([Batch(job, data, "cross_entropy") for job, data, _ in steps])
+        for (job, _, _), result in zip(steps, results, strict=True):
             losses[job].append(result.loss)
-            together.optim_step(job, adam)
+        stepped = together.optim_steps([(job, adam) for job, _, adam in steps])
+        assert not any(isinstance(step, Exception) for step in stepped)
     for job, plan in plans.items():
         expected = []
         for data, adam in plan:
@@ -205,3 +205,37 @@ def test_eight_jobs_interleaved_at_random_equal_eight_jobs_alone(tmp_path):
             together.state(job).adapter.flat, alone.state(job).adapter.flat, rtol=1e-5, atol=1e-5
         )
         assert together.state(job).step == 20
+
+
+def test_a_cycle_of_steps_refuses_the_bad_ones_alone(tmp_path):
+    """An infinite gradient, nothing accumulated, an unknown job, an absurd learning rate: only their own."""
+    engine, clean = start(tmp_path), start(tmp_path)
+    adam = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
+    for each in (engine, clean):
+        each.run_batches(good_batches())
+    engine.state("b").adapter.require_gradients()[3] = float("inf")
+    moments = engine.state("b").adam.exp_avg.clone()
+    weights = engine.state("b").adapter.flat.clone()
+    absurd = AdamParams(learning_rate=1e300, weight_decay=1e300, eps=1e300)
+    steps = [("a", adam), ("b", adam), ("e", adam), ("c", absurd), ("x", adam), ("d", adam)]
+    results = engine.optim_steps(steps)
+    for index, reason in ((1, "norm is inf; the gradient was dropped"), (2, "nothing is accumulated"), (4, "not hold")):
+        with pytest.raises((UserError, JobNotFound), match=reason) as caught:
+            raise results[index]
+        assert (caught.value.job, caught.value.op) == (steps[index][0], "optim_step")
+    assert torch.equal(engine.state("b").adapter.flat, weights)
+    assert torch.equal(engine.state("b").adam.exp_avg, moments)
+    assert (engine.state("b").step, engine.state("b").has_gradients) == (0, False)
+    expected = [clean.optim_step(job, adam) for job in "ad"]
+    assert [results[0].metrics, results[5].metrics] == [e.metrics for e in expected]
+
+    # The job with the absurd learning rate is beyond help, the others do not notice.
+    results = engine.run_batches(good_batches())
+    clean.run_batches([batch for batch in good_batches() if batch.job in "ad"])
+    with pytest.raises(UserError, match="not finite"):
+        raise results[2]
+    for job in "ad":
+        assert torch.equal(engine.state(job).adapter.flat, clean.state(job).adapter.flat)
+        torch.testing.assert_close(gradient(engine, job), gradient(clean, job), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="only one step"):
+        engine.optim_steps([("a", adam), ("a", adam)])

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from lorry_jobs.types import AdamParams
-from lorry_workers.engine.optimizer import AdamState, adamw_step, grad_norms
+from lorry_workers.engine.optimizer import AdamState, adamw_step, grad_norms, take_steps
 
 
-def test_twenty_steps_of_two_jobs_with_changing_parameters_equal_torch():
+def test_fifty_steps_of_two_jobs_with_changing_parameters_equal_torch():
     torch.manual_seed(0)
     ours = [torch.randn(501), torch.randn(77)]
     theirs = [torch.nn.Parameter(p.clone()) for p in ours]
     states = [AdamState.zeros_like(p) for p in ours]
     optimizers = [torch.optim.AdamW([p]) for p in theirs]
-    for step in range(20):
+    for step in range(50):
         hyper = [
             AdamParams(learning_rate=1e-2 / (step + 1), weight_decay=0.1, grad_clip_norm=0.5 * (step % 2), eps=1e-8),
             AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.99, grad_clip_norm=20.0),
@@ -37,7 +37,7 @@ def test_twenty_steps_of_two_jobs_with_changing_parameters_equal_torch():
         adamw_step(ours, gradients, states, hyper, norms)
     for mine, parameter in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, parameter.data, rtol=1e-6, atol=1e-6)
-    assert [state.step for state in states] == [20, 20]
+    assert [state.step for state in states] == [50, 50]
 
 
 def test_a_gradient_that_was_always_zero_changes_nothing_even_without_eps():
@@ -45,3 +45,30 @@ def test_a_gradient_that_was_always_zero_changes_nothing_even_without_eps():
     gradient = torch.tensor([0.0, 0.0, 1.0, -1.0])
     adamw_step([flat], [gradient], [AdamState.zeros_like(flat)], [AdamParams(eps=0, learning_rate=0.1)], [1.0])
     torch.testing.assert_close(flat, torch.tensor([1.0, 1.0, 0.9, 1.1]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_a_gradient_that_is_not_finite_is_refused_alone(value):
+    torch.manual_seed(1)
+    jobs = [torch.randn(5), torch.randn(9), torch.randn(3)]
+    expected = [p.clone() for p in jobs]
+    states, theirs = ([AdamState.zeros_like(p) for p in jobs] for _ in range(2))
+    gradients = [torch.randn_like(p) for p in jobs]
+    hyper = [AdamParams(grad_clip_norm=1.0), AdamParams(grad_clip_norm=1.0), AdamParams(weight_decay=0.5)]
+    good = [0, 2]
+    adamw_step(
+        [expected[i] for i in good],
+        [gradients[i].clone() for i in good],
+        [theirs[i] for i in good],
+        [hyper[i] for i in good],
+        grad_norms([gradients[i] for i in good]),
+    )
+    gradients[1][4] = value
+    steps = take_steps(jobs, gradients, states, hyper)
+    assert [step.refused is None for step in steps] == [True, False, True]
+    assert "the gradient's norm is" in steps[1].refused
+    for i in range(3):
+        assert torch.equal(jobs[i], expected[i])
+        assert torch.equal(states[i].exp_avg_sq, theirs[i].exp_avg_sq)
+    assert [state.step for state in states] == [1, 0, 1]
+    assert take_steps([], [], [], []) == []

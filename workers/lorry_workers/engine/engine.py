@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -39,12 +39,14 @@ from .checkpoints import Checkpoint, CheckpointStore, Manifest, Origin
 from .head import Head
 from .job_state import JobState
 from .lora_linear import install_lora_linears
-from .optimizer import AdamState, adamw_step, grad_norms
+from .optimizer import AdamState, take_steps
 from .sampler import Sampler, ShouldStop
 from .trainer import Part, Trainer
 
 if TYPE_CHECKING:
     from ..base_model import BaseModel
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,11 @@ class Engine:
                 parts.append(Part(state, batch.data, batch.loss_fn, batch.loss_fn_config, batch.backward))
                 results.append(None)
         found = iter(self.trainer.run(parts))
-        located = []
-        for batch, missing in zip(batches, results, strict=True):
-            result = next(found) if missing is None else missing
-            if isinstance(result, LorryError):
-                result.job = result.job or batch.job
-                result.op = result.op or ("forward_backward" if batch.backward else "forward")
-            located.append(result)
-        return located
+        results = [next(found) if missing is None else missing for missing in results]
+        return [
+            _of(result, batch.job, "forward_backward" if batch.backward else "forward")
+            for result, batch in zip(results, batches, strict=True)
+        ]
 
     def forward(
         self,
@@ -214,22 +213,43 @@ class Engine:
         """`run_batches` of one batch; raises its error."""
         return _only(self.run_batches([Batch(job, data, loss_fn, loss_fn_config)]))
 
-    def optim_step(self, job: str, params: AdamParams) -> OptimStepResponse:
-        """One AdamW step with the accumulated gradient. If that is not finite, it is dropped, and weights
-        and moments stay as they are."""
-        with _located(job, "optim_step"):
-            state = self.state(job)
-            if not state.has_gradients:
-                raise UserError("nothing is accumulated: an optim_step needs a forward_backward before it")
-            gradient = state.adapter.require_gradients()
-            norm = grad_norms([gradient])[0]
-            if not norm < float("inf"):
-                state.drop_gradients()
-                raise UserError(f"the gradient's norm is {norm}; the gradient was dropped and no step was taken")
-            adamw_step([state.adapter.flat], [gradient], [state.adam], [params], [norm])
+    def optim_steps(self, steps: Sequence[tuple[str, AdamParams]]) -> list[OptimStepResponse | Exception]:
+        """One AdamW step of each of several jobs (each at most once), with the gradients they accumulated.
+
+        For each, in order, its response or the error it failed with. A step whose gradient is not finite is
+        refused: the gradient is dropped, and weights and moments stay as they are. The other jobs' steps do not
+        depend on it.
+        """
+        if len({job for job, _ in steps}) < len(steps):
+            raise ValueError("a job may take only one step of a cycle")
+        results: list[OptimStepResponse | Exception] = [self._missing(job) for job, _ in steps]
+        ready = [i for i, (job, _) in enumerate(steps) if job in self.jobs and self.jobs[job].has_gradients]
+        states = [self.jobs[steps[i][0]] for i in ready]
+        taken = take_steps(
+            [state.adapter.flat for state in states],
+            [state.adapter.require_gradients() for state in states],
+            [state.adam for state in states],
+            [steps[i][1] for i in ready],
+        )
+        for i, state, step in zip(ready, states, taken, strict=True):
             state.drop_gradients()
-            state.step += 1
-            return OptimStepResponse(metrics={"grad_norm": norm, "learning_rate": params.learning_rate})
+            if step.refused:
+                results[i] = UserError(f"{step.refused}; the gradient was dropped and no step was taken")
+            else:
+                state.step += 1
+                metrics = {"grad_norm": step.grad_norm, "learning_rate": steps[i][1].learning_rate}
+                results[i] = OptimStepResponse(metrics=metrics)
+        return [_of(result, job, "optim_step") for result, (job, _) in zip(results, steps, strict=True)]
+
+    def _missing(self, job: str) -> LorryError:
+        """Why there is no step to take, if there is none."""
+        if job not in self.jobs:
+            return JobNotFound("this worker does not hold the job")
+        return UserError("nothing is accumulated: an optim_step needs a forward_backward before it")
+
+    def optim_step(self, job: str, params: AdamParams) -> OptimStepResponse:
+        """`optim_steps` of one job; raises its error."""
+        return _only(self.optim_steps([(job, params)]))
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
@@ -318,10 +338,17 @@ def check_head(base: BaseModel, head: Head) -> None:
         )
 
 
-def _only(results: Sequence[ForwardBackwardOutput | Exception]) -> ForwardBackwardOutput:
+def _only(results: Sequence[Result | Exception]) -> Result:
     [result] = results
     if isinstance(result, Exception):
         raise result
+    return result
+
+
+def _of(result: Result, job: str, op: str) -> Result:
+    """An error says which job and op it is about."""
+    if isinstance(result, LorryError):
+        result.job, result.op = result.job or job, result.op or op
     return result
 
 

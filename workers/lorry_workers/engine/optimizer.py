@@ -24,6 +24,8 @@ _SMALLEST_EPS = 1e-30
 """ε = 0 would make 0/0 where a gradient was always 0 (LoRA's A in the first step). This much changes no
 other quotient: the smallest √v that float32 can hold is 3.7e-23."""
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass
 class AdamState:
@@ -36,6 +38,35 @@ class AdamState:
     @classmethod
     def zeros_like(cls, flat: Tensor) -> AdamState:
         return cls(torch.zeros_like(flat), torch.zeros_like(flat))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a job's step. `refused` says why it was not taken, if so."""
+
+    grad_norm: float
+    refused: str | None = None
+
+
+def take_steps(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[AdamState],
+    hyper: Sequence[AdamParams],
+) -> list[Step]:
+    """One step of each job, in place, except of those whose gradient is not finite: their parameters and
+    moments stay as they were. (A gradient beyond 1.8e19 counts as infinite: its square has no float32.) The
+    gradients may be changed."""
+    if not parameters:
+        return []
+    norms = grad_norms(gradients)
+    finite = [i for i, norm in enumerate(norms) if norm < float("inf")]
+    if finite:
+        theta, grads, m_v, params, sizes = (
+            [values[i] for i in finite] for values in (parameters, gradients, states, hyper, norms)
+        )
+        adamw_step(theta, grads, m_v, params, sizes)
+    return [Step(norm, None if norm < float("inf") else f"the gradient's norm is {norm}") for norm in norms]
 
 
 def grad_norms(gradients: Sequence[Tensor]) -> list[float]:
@@ -63,16 +94,21 @@ def adamw_step(
     for state in states:
         state.step += 1
     if any(p.weight_decay for p in hyper):
-        torch._foreach_mul_(theta, [1 - p.learning_rate * p.weight_decay for p in hyper])
+        torch._foreach_mul_(theta, [_float32(1 - p.learning_rate * p.weight_decay) for p in hyper])
     torch._foreach_lerp_(m, grads, [1 - p.beta1 for p in hyper])
     torch._foreach_mul_(v, [p.beta2 for p in hyper])
     torch._foreach_addcmul_(v, grads, grads, [1 - p.beta2 for p in hyper])
     denominators = torch._foreach_sqrt(v)
     corrections = [math.sqrt(1 - p.beta2**s.step) for p, s in zip(hyper, states, strict=True)]
     torch._foreach_div_(denominators, corrections)
-    torch._foreach_add_(denominators, [max(p.eps, _SMALLEST_EPS) for p in hyper])
-    sizes = [-p.learning_rate / (1 - p.beta1**s.step) for p, s in zip(hyper, states, strict=True)]
+    torch._foreach_add_(denominators, [_float32(max(p.eps, _SMALLEST_EPS)) for p in hyper])
+    sizes = [_float32(-p.learning_rate / (1 - p.beta1**s.step)) for p, s in zip(hyper, states, strict=True)]
     torch._foreach_addcdiv_(theta, m, denominators, sizes)
+
+
+def _float32(value: float) -> float:
+    """torch raises for a number that its float32 cannot hold, when parts of all jobs' updates are done already."""
+    return max(-_LARGEST, min(_LARGEST, value))
 
 
 def _clip(params: AdamParams, norm: float) -> float:
