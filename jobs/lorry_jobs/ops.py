@@ -30,6 +30,21 @@ WITHOUT_EFFECT: Final = frozenset({FORWARD, SAVE_STATE, SAVE_WEIGHTS_FOR_SAMPLER
 SAMPLE: Final = "sample"
 """Unordered: any worker that serves the base model may take one."""
 
+CHECKPOINT_CHANGE: Final = "checkpoint_change"
+CHECKPOINT_DELETE: Final = "checkpoint_delete"
+CHECKPOINT_READ: Final = "checkpoint_read"
+CHECKPOINT_MERGE: Final = "checkpoint_merge"
+CHECKPOINT_REINDEX: Final = "checkpoint_reindex"
+
+CHECKPOINT_OPS: Final = (
+    CHECKPOINT_CHANGE,
+    CHECKPOINT_DELETE,
+    CHECKPOINT_READ,
+    CHECKPOINT_MERGE,
+    CHECKPOINT_REINDEX,
+)
+"""Unordered, too: what is done where the store is, beside the engine."""
+
 
 def task_name(op: str) -> str:
     """What Flower and logs show: `lorry.forward_backward`."""

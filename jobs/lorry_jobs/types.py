@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
+from .checkpoint_paths import CheckpointPath, Kind, check_name
 from .tensors import Datum, LorryModel, ModelInput, TensorData, TensorDtype
 
 __all__ = [
     "AdamParams",
+    "ChangeCheckpointRequest",
+    "CheckpointFile",
+    "CheckpointMetadata",
     "CreateModelRequest",
     "Datum",
+    "DeleteCheckpointRequest",
     "ForwardBackwardOutput",
     "GetInfoResponse",
     "GetServerCapabilitiesResponse",
@@ -23,11 +28,16 @@ __all__ = [
     "LoadWeightsResponse",
     "LoraConfig",
     "LossFnType",
+    "MergeCheckpointRequest",
+    "MergedModel",
     "ModelData",
     "ModelInfo",
     "ModelInput",
     "OptimStepRequest",
     "OptimStepResponse",
+    "ReadCheckpointRequest",
+    "ReindexRequest",
+    "ReindexResponse",
     "SampleResponse",
     "SampledSequence",
     "SamplingParams",
@@ -133,14 +143,25 @@ class OptimStepRequest(LorryModel):
 class SaveRequest(LorryModel):
     """Save under `name`. `ttl_seconds` None: kept for ever."""
 
-    name: str = Field(min_length=1, max_length=200)
+    name: str
     ttl_seconds: int | None = Field(None, ge=1)
     overwrite: bool = False
 
+    @field_validator("name")
+    @classmethod
+    def _stays_in_the_store(cls, name: str) -> str:
+        return check_name(name)
+
 
 class LoadStateRequest(LorryModel):
-    path: str = Field(min_length=1)
+    path: str
     optimizer: bool = False
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_path(cls, path: str) -> str:
+        CheckpointPath.parse(path, job="-")
+        return path
 
 
 class ForwardBackwardOutput(LorryModel):
@@ -181,6 +202,96 @@ class LoadWeightsResponse(LorryModel):
     optimizer: bool
     dropped_gradients: bool = False
     type: str = "load_weights"
+
+
+class CheckpointFile(LorryModel):
+    """`size` is in bytes."""
+
+    size: int
+    sha256: str
+
+
+class CheckpointMetadata(LorryModel):
+    """What is known of a checkpoint without opening it. `size` is in bytes, times are in UTC.
+
+    `kind`: "weights" is training state (`save_state`), "sampler_weights" an adapter (`save_weights_for_sampler`).
+    `expires` None: it stays for ever. A pinned one neither expires nor can be deleted. `step`: optimizer steps taken.
+    """
+
+    path: str
+    job: str
+    kind: Kind
+    name: str
+    size: int
+    created: datetime
+    expires: datetime | None = None
+    pinned: bool = False
+    base_model: str
+    lora_rank: int
+    step: int
+    user_metadata: dict[str, str] = {}
+    files: dict[str, CheckpointFile] = {}
+    op_id: str = ""
+
+    @property
+    def ttl(self) -> timedelta | None:
+        """The time left, never less than zero; None: it does not expire."""
+        if self.expires is None or self.pinned:
+            return None
+        return max(self.expires - datetime.now(UTC), timedelta(0))
+
+    @property
+    def expired(self) -> bool:
+        return self.ttl == timedelta(0)
+
+
+class ChangeCheckpointRequest(LorryModel):
+    """`ttl_seconds` counts from now; with `set_ttl` and None the checkpoint stays for ever. `pinned` None: as it is."""
+
+    path: str
+    set_ttl: bool = False
+    ttl_seconds: int | None = Field(None, ge=1)
+    pinned: bool | None = None
+
+
+class DeleteCheckpointRequest(LorryModel):
+    path: str
+
+
+class ReadCheckpointRequest(LorryModel):
+    """`size` bytes of one file from `offset` on. `op_id`: of the checkpoint that was meant, should it be replaced
+    meanwhile. `merged`: the file is one of a merged model, under this id."""
+
+    path: str
+    file: str
+    offset: int = Field(0, ge=0)
+    size: int = Field(ge=1, le=8 * 2**20)
+    op_id: str | None = None
+    merged: str | None = None
+
+
+class MergeCheckpointRequest(LorryModel):
+    path: str
+
+
+class MergedModel(LorryModel):
+    """A base model with an adapter's weights added, as files that wait to be fetched."""
+
+    id: str
+    files: dict[str, CheckpointFile]
+
+
+class ReindexRequest(LorryModel):
+    pass
+
+
+class ReindexResponse(LorryModel):
+    """`added` were in the store and not in the index, `removed` the other way round."""
+
+    checkpoints: int
+    added: list[str]
+    removed: list[str]
+    unreadable: list[str] = []
 
 
 class ModelData(LorryModel):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from lorry_jobs import ops, wire
 from lorry_jobs.errors import UserError
 from lorry_jobs.results import Outcome
-from lorry_jobs.types import ModelInfo, ModelInput, SampleResponse, SamplingParams, SaveWeightsResponse
+from lorry_jobs.types import (
+    CheckpointMetadata,
+    ModelInfo,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+    SaveWeightsResponse,
+)
 
+from .background import at_once
 from .check import check_prompt
 from .futures import APIFuture, Submission
 from .process import ClientProcess
@@ -17,6 +26,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from .service_client import ServiceClient
+
+log = logging.getLogger("lorry")
 
 
 class SamplingClient:
@@ -31,21 +42,20 @@ class SamplingClient:
         process: ClientProcess,
         model: ModelInfo,
         *,
-        path: str | None = None,
-        saved: SaveWeightsResponse | None = None,
+        checkpoint: SaveWeightsResponse | CheckpointMetadata | None = None,
     ) -> None:
         self._service, self._process, self._model = service, process, model
-        self._saved = saved
-        self.path: str | None = saved.path if saved else path
+        self._saved = checkpoint
+        self.path: str | None = checkpoint.path if checkpoint else None
 
     @property
     def name(self) -> str | None:
-        """The checkpoint's name, where this client comes from a save."""
+        """The checkpoint's name."""
         return self._saved.name if self._saved else None
 
     @property
     def size(self) -> int | None:
-        """The checkpoint's bytes, where this client comes from a save."""
+        """The checkpoint's bytes."""
         return self._saved.size if self._saved else None
 
     @property
@@ -108,14 +118,24 @@ class SamplingClient:
         return self._model.name
 
     def get_base_model_async(self) -> Submission[str]:
-        return self._service._at_once("get_base_model", self.get_base_model)
+        return at_once(self._process, "get_base_model", self.get_base_model)
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer (transformers' own class)."""
         return self._service.get_tokenizer(self._model.name)
 
+    def get_tokenizer_async(self) -> Submission[Any]:
+        return at_once(self._process, "get_tokenizer", self.get_tokenizer)
+
     def __repr__(self) -> str:
         return f"<SamplingClient of {self.path or self._model.name}>"
+
+
+def note_unused(**arguments: object | None) -> None:
+    """Other services need these arguments. Code that has them runs, and is told that they do nothing here."""
+    for name, value in arguments.items():
+        if value is not None:
+            log.warning("%s does nothing here: see the documentation of the method that takes it", name)
 
 
 def _response(outcome: Outcome) -> SampleResponse:

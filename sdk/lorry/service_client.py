@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import json
 import logging
 import math
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from lorry_jobs import ops
-from lorry_jobs.checkpoint_paths import CheckpointPath
-from lorry_jobs.errors import CheckpointNotFound, SequenceConflict, UnknownModel, UserError
+from lorry_jobs.errors import SequenceConflict, UnknownModel, UserError
 from lorry_jobs.results import Outcome
 from lorry_jobs.types import (
     CreateModelRequest,
@@ -25,22 +21,25 @@ from lorry_jobs.types import (
     SupportedModel,
 )
 
+from .background import at_once, in_background
+from .checkpoint_methods import CheckpointMethods
+from .checkpoints import Checkpoints
 from .discovery import find_url
 from .futures import APIFuture, Submission
 from .process import ClientProcess, get_process
-from .sampling_client import SamplingClient
+from .sampling_client import SamplingClient, note_unused
 from .settings import ClientSettings
+from .settled import settle
 from .tokenizers import load_tokenizer, tokenizer_cache, unpack_tokenizer
 from .training_client import TrainingClient
 
 log = logging.getLogger("lorry")
-T = TypeVar("T")
 
 MODEL_POLL_SECONDS = 0.5
 """How often to look whether the first worker ever has appeared; only while there is none."""
 
 
-class ServiceClient:
+class ServiceClient(CheckpointMethods):
     """Connects to a Lorry server.
 
     `base_url`: `redis://[:password@]host:port/db`. Without it: LORRY_URL, else the stack that `lorry up` or
@@ -60,6 +59,7 @@ class ServiceClient:
         self._user_metadata = user_metadata
         self._session = secrets.token_hex(5)
         self._process.open_session(self._session)
+        self._checkpoints = Checkpoints(self._process, self._session)
         self._lock = threading.Lock()
         self._next_model = 0
         self._tokenizers: dict[str, Any] = {}
@@ -101,49 +101,80 @@ class ServiceClient:
         return Submission(self._create(request), levels=1)
 
     def create_training_client_from_state(
-        self, path: str, user_metadata: dict[str, str] | None = None
+        self, path: str, user_metadata: dict[str, str] | None = None, weights_access_token: str | None = None
     ) -> TrainingClient:
-        """A new run that starts from a checkpoint's weights; the optimizer is new."""
+        """A new run that starts from a checkpoint's weights; the optimizer is new.
+
+        `path`: of any scheme, or a bare name. `weights_access_token` is not needed here, see `load_state`.
+        """
+        note_unused(weights_access_token=weights_access_token)
         return self._create(self._from_state(path, user_metadata, with_optimizer=False)).result()
 
     def create_training_client_from_state_async(
-        self, path: str, user_metadata: dict[str, str] | None = None
+        self, path: str, user_metadata: dict[str, str] | None = None, weights_access_token: str | None = None
     ) -> Submission[TrainingClient]:
+        note_unused(weights_access_token=weights_access_token)
         return Submission(self._create(self._from_state(path, user_metadata, with_optimizer=False)), levels=1)
 
     def create_training_client_from_state_with_optimizer(
-        self, path: str, user_metadata: dict[str, str] | None = None
+        self, path: str, user_metadata: dict[str, str] | None = None, weights_access_token: str | None = None
     ) -> TrainingClient:
         """A new run that goes on exactly where the checkpoint was saved."""
+        note_unused(weights_access_token=weights_access_token)
         return self._create(self._from_state(path, user_metadata, with_optimizer=True)).result()
 
     def create_training_client_from_state_with_optimizer_async(
-        self, path: str, user_metadata: dict[str, str] | None = None
+        self, path: str, user_metadata: dict[str, str] | None = None, weights_access_token: str | None = None
     ) -> Submission[TrainingClient]:
+        note_unused(weights_access_token=weights_access_token)
         return Submission(self._create(self._from_state(path, user_metadata, with_optimizer=True)), levels=1)
+
+    def create_lora_training_client_from_state(
+        self, checkpoint_state: str, user_metadata: dict[str, str] | None = None
+    ) -> TrainingClient:
+        """As `create_training_client_from_state_with_optimizer`; a `.result()` on what it returns does no harm."""
+        return settle(self.create_training_client_from_state_with_optimizer(checkpoint_state, user_metadata))
+
+    def create_lora_training_client_from_state_async(
+        self, checkpoint_state: str, user_metadata: dict[str, str] | None = None
+    ) -> Submission[TrainingClient]:
+        return self.create_training_client_from_state_with_optimizer_async(checkpoint_state, user_metadata)
 
     # ------------------------------------------------------------------------------------------- sampling clients
 
-    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
-        """Sample from a checkpoint (`model_path`), or from `base_model` itself."""
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None, retry_config: object | None = None
+    ) -> SamplingClient:
+        """Sample from a checkpoint (`model_path`: of any scheme or kind, or a bare name), or from `base_model` itself.
+
+        `retry_config` is not needed: a request is kept on the server until a worker has answered it.
+        """
+        note_unused(retry_config=retry_config)
         if model_path is not None:
-            found, path = self._checkpoint(model_path)
-            if base_model is not None and base_model != found:
-                raise UserError(f"{path} is an adapter of {found}, not of {base_model}")
-            return SamplingClient(self, self._process, self._model_info(found), path=path)
+            found = self._checkpoints.to_use(model_path, ("sampler_weights", "weights"))
+            if base_model is not None and base_model != found.base_model:
+                raise UserError(f"{found.path} is an adapter of {found.base_model}, not of {base_model}")
+            return SamplingClient(self, self._process, self._model_info(found.base_model), checkpoint=found)
         if base_model is None:
             raise UserError("create_sampling_client needs a model_path or a base_model")
         return SamplingClient(self, self._process, self._model_info(base_model))
 
     def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None
+        self, model_path: str | None = None, base_model: str | None = None, retry_config: object | None = None
     ) -> Submission[SamplingClient]:
         def create() -> SamplingClient:
-            return self.create_sampling_client(model_path, base_model)
+            return self.create_sampling_client(model_path, base_model, retry_config)
 
         if model_path is None and base_model is not None and base_model not in self._known_models():
-            return self._in_background("create_sampling_client", create)
-        return self._at_once("create_sampling_client", create)
+            return in_background(self._process, "create_sampling_client", create)
+        return at_once(self._process, "create_sampling_client", create)
+
+    def create_sampling_client_from_checkpoint(self, checkpoint_name: str) -> SamplingClient:
+        """As `create_sampling_client(model_path)`; a `.result()` on what it returns does no harm."""
+        return settle(self.create_sampling_client(checkpoint_name))
+
+    def create_sampling_client_from_checkpoint_async(self, checkpoint_name: str) -> Submission[SamplingClient]:
+        return self.create_sampling_client_async(checkpoint_name)
 
     # ------------------------------------------------------------------------------------------------ information
 
@@ -165,7 +196,7 @@ class ServiceClient:
         return GetServerCapabilitiesResponse(supported_models=self._process.call(ask))
 
     def get_server_capabilities_async(self) -> Submission[GetServerCapabilitiesResponse]:
-        return self._at_once("get_server_capabilities", self.get_server_capabilities)
+        return at_once(self._process, "get_server_capabilities", self.get_server_capabilities)
 
     def get_tokenizer(self, base_model: str) -> Any:
         """The tokenizer of a base model that this server knows; no model hub is asked."""
@@ -232,18 +263,14 @@ class ServiceClient:
     def _from_state(
         self, path: str, user_metadata: dict[str, str] | None, *, with_optimizer: bool
     ) -> CreateModelRequest:
-        base_model, path = self._checkpoint(path)
+        # Without its optimizer, an adapter that was saved for sampling is as good a start.
+        found = self._checkpoints.to_use(path, ("weights",) if with_optimizer else ("weights", "sampler_weights"))
         return CreateModelRequest(
-            base_model=base_model, from_checkpoint=path, with_optimizer=with_optimizer, user_metadata=user_metadata
+            base_model=found.base_model,
+            from_checkpoint=found.path,
+            with_optimizer=with_optimizer,
+            user_metadata=user_metadata,
         )
-
-    def _checkpoint(self, path: str) -> tuple[str, str]:
-        """-> (its base model, its path in Lorry's own form)"""
-        own_form = str(CheckpointPath.parse(path))
-        text = self._process.call(lambda: self._process.mailbox.get_checkpoint(own_form))
-        if text is None:
-            raise CheckpointNotFound(f"the server knows no checkpoint {path}")
-        return json.loads(text)["base_model"], own_form
 
     def _known_models(self) -> dict[str, str]:
         return self._process.call(self._process.mailbox.models)
@@ -274,25 +301,3 @@ class ServiceClient:
                 )
             time.sleep(MODEL_POLL_SECONDS)
         return self._models[base_model]
-
-    def _at_once(self, op: str, function: Callable[[], T]) -> Submission[T]:
-        """A call that needs no op, in the shape of one: it runs now, and awaiting it gives the value."""
-        value = function()
-        future: APIFuture[T] = APIFuture(self._process, op, op, lambda _: value)
-        future._resolve(Outcome(op, None, {}, None, False))
-        return Submission(future, levels=1)
-
-    def _in_background(self, op: str, function: Callable[[], T]) -> Submission[T]:
-        """As `_at_once`, for a call that has to wait for the first worker: an event loop must not stand still."""
-        value: concurrent.futures.Future[T] = concurrent.futures.Future()
-        future: APIFuture[T] = APIFuture(self._process, op, op, lambda _: value.result())
-
-        def run() -> None:
-            try:
-                value.set_result(function())
-            except Exception as error:  # noqa: BLE001  raised again where the value is asked for
-                value.set_exception(error)
-            future._resolve(Outcome(op, None, {}, None, False))
-
-        threading.Thread(target=run, name=f"lorry-{op}", daemon=True).start()
-        return Submission(future, levels=1)

@@ -25,11 +25,14 @@ from lorry_jobs.types import (
     SaveWeightsResponse,
 )
 
+from .background import at_once
 from .check import check_batch
+from .checkpoint_methods import CheckpointMethods
+from .checkpoints import Checkpoints
 from .custom_loss import CustomLoss, CustomPass, targets_only
 from .futures import APIFuture, Submission
 from .process import ClientProcess
-from .sampling_client import SamplingClient
+from .sampling_client import SamplingClient, note_unused
 
 if TYPE_CHECKING:
     from .service_client import ServiceClient
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TrainingClient:
+class TrainingClient(CheckpointMethods):
     """Made by `ServiceClient.create_lora_training_client`.
 
     Every op method submits at the call, takes the next place in the job's chain, and returns an `APIFuture` at
@@ -48,6 +51,7 @@ class TrainingClient:
     def __init__(self, service: ServiceClient, process: ClientProcess, info: GetInfoResponse, model: ModelInfo) -> None:
         self._service, self._process = service, process
         self._info, self._model = info, model
+        self._checkpoints = Checkpoints(process, service._session, info.model_id)
         self._lock = threading.RLock()
         self._next_seq = 1  # 0 was create_model
 
@@ -163,28 +167,44 @@ class TrainingClient:
     ) -> Submission[SamplingClient]:
         return Submission(self.save_weights_for_sampler(name, ttl_seconds, overwrite), levels=2)
 
-    def load_state(self, path: str) -> APIFuture[LoadWeightsResponse]:
-        """Load weights into this run. The optimizer starts anew; gradients that were not stepped are dropped."""
+    def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
+        """Load weights into this run. The optimizer starts anew; gradients that were not stepped are dropped.
+
+        A bare name is one of this run's own. `weights_access_token` is accepted and not needed: whoever reaches the
+        server may read every checkpoint.
+        """
+        note_unused(weights_access_token=weights_access_token)
         return self._json(ops.LOAD_STATE, LoadStateRequest(path=path), _loaded)
 
-    def load_state_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state(path), levels=2)
+    def load_state_async(self, path: str, weights_access_token: str | None = None) -> Submission[LoadWeightsResponse]:
+        return Submission(self.load_state(path, weights_access_token), levels=2)
 
-    def load_state_with_optimizer(self, path: str) -> APIFuture[LoadWeightsResponse]:
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
         """Load weights, optimizer and accumulated gradients as they were saved."""
+        note_unused(weights_access_token=weights_access_token)
         return self._json(ops.LOAD_STATE, LoadStateRequest(path=path, optimizer=True), _loaded)
 
-    def load_state_with_optimizer_async(self, path: str) -> Submission[LoadWeightsResponse]:
-        return Submission(self.load_state_with_optimizer(path), levels=2)
+    def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Submission[LoadWeightsResponse]:
+        return Submission(self.load_state_with_optimizer(path, weights_access_token), levels=2)
 
     # --------------------------------------------------------------------------------------------------- sampling
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, retry_config: object | None = None
+    ) -> SamplingClient:
         """Save the adapter (under `name`, or one made up from the op's seq) and sample from it. Waits for the save."""
+        note_unused(retry_config=retry_config)
         return self._save_for_sampling(name).result()
 
-    def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> Submission[SamplingClient]:
+    def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None, retry_config: object | None = None
+    ) -> Submission[SamplingClient]:
         """One await gives the client."""
+        note_unused(retry_config=retry_config)
         return Submission(self._save_for_sampling(name), levels=1)
 
     def _save_for_sampling(self, name: str | None) -> APIFuture[SamplingClient]:
@@ -193,12 +213,17 @@ class TrainingClient:
         with self._lock:
             return self.save_weights_for_sampler(f"sampler-{self._next_seq}", overwrite=True)
 
-    def create_sampling_client(self, model_path: str) -> SamplingClient:
-        """A client that samples from a checkpoint."""
-        return self._service.create_sampling_client(model_path=model_path)
+    def create_sampling_client(self, model_path: str, retry_config: object | None = None) -> SamplingClient:
+        """A client that samples from a checkpoint. A bare name is one of this run's own, if it has one."""
+        return self._service.create_sampling_client(self._own(model_path), retry_config=retry_config)
 
-    def create_sampling_client_async(self, model_path: str) -> Submission[SamplingClient]:
-        return self._service.create_sampling_client_async(model_path=model_path)
+    def create_sampling_client_async(
+        self, model_path: str, retry_config: object | None = None
+    ) -> Submission[SamplingClient]:
+        return self._service.create_sampling_client_async(self._own(model_path), retry_config=retry_config)
+
+    def _own(self, model_path: str) -> str:
+        return self._checkpoints.find(model_path, ("sampler_weights", "weights")).path
 
     # ------------------------------------------------------------------------------------------------- information
 
@@ -206,14 +231,14 @@ class TrainingClient:
         return self._info
 
     def get_info_async(self) -> Submission[GetInfoResponse]:
-        return self._service._at_once("get_info", self.get_info)
+        return at_once(self._process, "get_info", self.get_info)
 
     def get_tokenizer(self) -> Any:
         """The base model's tokenizer (transformers' own class), from the files that the worker published."""
         return self._service.get_tokenizer(self._info.model_name)
 
     def get_tokenizer_async(self) -> Submission[Any]:
-        return self._service._at_once("get_tokenizer", self.get_tokenizer)
+        return at_once(self._process, "get_tokenizer", self.get_tokenizer)
 
     def __repr__(self) -> str:
         return f"<TrainingClient {self.model_id} of {self._info.model_name}, rank {self._info.lora_rank}>"
@@ -250,12 +275,16 @@ class TrainingClient:
 
     def _sampler(self, outcome: Outcome) -> SamplingClient:
         saved = _saved(outcome)
-        return SamplingClient(self._service, self._process, self._model, saved=saved)
+        return SamplingClient(self._service, self._process, self._model, checkpoint=saved)
 
 
 def _output(outcome: Outcome) -> ForwardBackwardOutput:
     assert outcome.output is not None
-    return wire.decode_output(outcome.output, cycle=outcome.info.get("cycle"))
+    output = wire.decode_output(outcome.output, cycle=outcome.info.get("cycle"))
+    # PyTRIO's names of the same numbers.
+    known = {"loss_sum": "loss:sum", "token_count": "tokens:sum"}
+    aliases = {alias: output.metrics[name] for alias, name in known.items() if name in output.metrics}
+    return output.model_copy(update={"metrics": {**output.metrics, **aliases, "loss_mean": output.loss}})
 
 
 def _optim_response(outcome: Outcome) -> OptimStepResponse:

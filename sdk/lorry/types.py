@@ -3,6 +3,8 @@
 from lorry_jobs.tensors import Datum, LorryModel, ModelInput, TensorData, TensorDtype
 from lorry_jobs.types import (
     AdamParams,
+    CheckpointFile,
+    CheckpointMetadata,
     ForwardBackwardOutput,
     GetInfoResponse,
     GetServerCapabilitiesResponse,
@@ -20,6 +22,8 @@ from lorry_jobs.types import (
 
 __all__ = [
     "AdamParams",
+    "CheckpointFile",
+    "CheckpointMetadata",
     "Datum",
     "ForwardBackwardOutput",
     "GetInfoResponse",

@@ -42,6 +42,8 @@ class Commit:
     entry: str = "{}"
     checkpoint: tuple[str, str] | None = None
     """(path, JSON) of a checkpoint that this op saved, for the index."""
+    ttl: int | None = None
+    """How long the result is kept, where it is not for the usual time."""
 
 
 class Committer:
@@ -119,7 +121,7 @@ class Committer:
                 self._worker,
                 meta=commit.record,
                 output=commit.output,
-                ttl=self._ttl,
+                ttl=commit.ttl or self._ttl,
                 channel=delivery.channel,
                 pipe=pipe,
             )

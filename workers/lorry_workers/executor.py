@@ -11,7 +11,18 @@ from pydantic import ValidationError
 from lorry_jobs import ops, wire
 from lorry_jobs.checkpoint_paths import CheckpointPath
 from lorry_jobs.errors import UserError
-from lorry_jobs.types import CreateModelRequest, LoadStateRequest, LorryModel, OptimStepRequest, SaveRequest
+from lorry_jobs.types import (
+    ChangeCheckpointRequest,
+    CreateModelRequest,
+    DeleteCheckpointRequest,
+    LoadStateRequest,
+    LorryModel,
+    MergeCheckpointRequest,
+    OptimStepRequest,
+    ReadCheckpointRequest,
+    ReindexRequest,
+    SaveRequest,
+)
 
 from .engine.engine import Engine
 from .lanes import Delivery
@@ -49,6 +60,11 @@ _JSON_REQUESTS: dict[str, type[LorryModel]] = {
     ops.SAVE_STATE: SaveRequest,
     ops.SAVE_WEIGHTS_FOR_SAMPLER: SaveRequest,
     ops.LOAD_STATE: LoadStateRequest,
+    ops.CHECKPOINT_CHANGE: ChangeCheckpointRequest,
+    ops.CHECKPOINT_DELETE: DeleteCheckpointRequest,
+    ops.CHECKPOINT_READ: ReadCheckpointRequest,
+    ops.CHECKPOINT_MERGE: MergeCheckpointRequest,
+    ops.CHECKPOINT_REINDEX: ReindexRequest,
 }
 
 
@@ -81,9 +97,8 @@ def _optim_step(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Rep
 def _save(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
     save = engine.save_state if delivery.op == ops.SAVE_STATE else engine.save_weights_for_sampler
     saved = save(job, delivery.request, delivery.task)
-    # The base model rides along for the index of checkpoints, which the commit's caller keeps.
-    info = {**saved.model_dump(mode="json"), "base_model": engine.name}
-    return Reply(info=info, summary={"path": saved.path})
+    # All of it: the commit's caller puts it into the index of checkpoints.
+    return Reply(info=saved.model_dump(mode="json"), summary={"path": saved.path})
 
 
 def _load_state(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:

@@ -24,12 +24,14 @@ from lorry_jobs.mailbox import Mailbox
 from lorry_jobs.redis_client import connect
 from lorry_jobs.types import ModelInfo
 
+from .administration import Administration
 from .clock import Clock
 from .committer import Committer
 from .engine.engine import Engine
 from .executor import decode_request
 from .lanes import Delivery, Lane, Lanes, Outcome
 from .lease import Lease, Reactions
+from .reaper import Reaper
 from .settings import WorkerSettings
 from .snapshots import Snapshots
 
@@ -78,6 +80,8 @@ class Runtime:
                 jobs_gone=self._snapshots.remove_jobs,
             ),
         )
+        self._administration = Administration(engine, self.mailbox.redis, settings)
+        self._reaper = Reaper(engine.store, self._administration, settings)
         self._process = _about_this_process()
         self._draining = False
         self._stopping = threading.Event()
@@ -89,6 +93,7 @@ class Runtime:
         self._clock.start()
         self._lease.renew()
         self._lease.start()
+        self._reaper.start()
 
     def stop(self) -> None:
         """Give everything back in order: finish the cycle, commit, save each job's state, hand it on."""
@@ -102,6 +107,7 @@ class Runtime:
             for job in self.lanes.jobs():
                 self._hand_over(job)
             self._snapshots.stop()
+            self._reaper.stop()
             self._lease.stop()
             self.lanes.close("the worker is stopping")
             self.mailbox.goodbye(self.worker)
@@ -138,8 +144,12 @@ class Runtime:
             return None
         payload, deaths = taken
         delivery = Delivery(task=task, op=op, request=_decoded(op, payload), channel=channel, suspect=deaths > 0)
+        # Work on the store needs no engine: it is done on this thread, and the clock leaves it alone.
+        delivery.running = op in ops.CHECKPOINT_OPS
         if not self.lanes.deliver_request(delivery):
             return None
+        if delivery.running:
+            self._committer.put([self._administration.run(delivery)])
         return delivery.done.result()
 
     # ---------------------------------------------------------------------------------------------- life of jobs

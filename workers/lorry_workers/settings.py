@@ -18,6 +18,11 @@ class WorkerSettings(QueueSettings):
     """How many sampling requests it holds at once."""
     models_dir: Path = Field(default_factory=models_dir)
     store_dir: Path = Field(default_factory=store_dir)
+    """Snapshots and merged models; checkpoints, too, if there is no `store`."""
+    store: str | None = None
+    """Where checkpoints are instead: a URL that fsspec knows, or a folder."""
+    reap_seconds: float = Field(30.0, gt=0)
+    """How often expired checkpoints are deleted."""
     device: str = "auto"
     """`auto`: cuda if there is one, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -41,3 +46,7 @@ class WorkerSettings(QueueSettings):
     stuck_seconds: float = Field(1800.0, gt=0)
     """... and so does one that has been in a single cycle for so long: its device hangs."""
     log_level: str = "INFO"
+
+    @property
+    def store_location(self) -> str:
+        return self.store or str(self.store_dir)

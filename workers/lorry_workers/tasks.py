@@ -64,10 +64,14 @@ def register_tasks(app: Celery, runtime: Callable[[], Runtime]) -> None:
 
     task_unknown.connect(unknown, weak=False)
 
-    @app.task(base=OpTask, bind=True, name=ops.task_name(ops.SAMPLE))
-    def sample(self: OpTask, *args: Any) -> dict[str, Any]:
-        channel = getattr(self.request, "lorry_channel", None) or ""
-        return finish(self, lambda: runtime().run_request(ops.SAMPLE, self.request.id, channel))
+    def request_task(op: str) -> None:
+        @app.task(base=OpTask, bind=True, name=ops.task_name(op))
+        def run(self: OpTask, *args: Any) -> dict[str, Any]:
+            channel = getattr(self.request, "lorry_channel", None) or ""
+            return finish(self, lambda: runtime().run_request(op, self.request.id, channel))
+
+    for op in (ops.SAMPLE, *ops.CHECKPOINT_OPS):
+        request_task(op)
 
 
 def hand_over_at_sigterm(runtime: Runtime) -> None:

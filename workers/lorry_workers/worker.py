@@ -14,8 +14,8 @@ from lorry_jobs.types import ModelInfo
 
 from .base_model import BaseModel, load_base_model, parse_model_spec, resolve_model_path
 from .consumer import PatientConsumer
-from .engine.checkpoints import CheckpointStore
 from .engine.engine import Engine, EngineOptions
+from .engine.opening import open_store
 from .runtime import Runtime, new_worker_id
 from .settings import WorkerSettings
 from .tasks import register_tasks, runtime_step
@@ -46,7 +46,7 @@ def run_worker(model: str, settings: WorkerSettings, *, name: str | None = None)
         tokenizer_sha256=hashlib.sha256(archive).hexdigest(),
         eos_token_ids=list(base.eos_token_ids),
     )
-    engine = Engine(base, model_name, CheckpointStore(settings.store_dir), _options(settings))
+    engine = Engine(base, model_name, open_store(settings.store_location), _options(settings))
     return serve(worker, lambda: Runtime(worker, engine, info, archive, settings), settings)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from lorry_jobs.checkpoint_paths import CheckpointPath, Kind
 from lorry_jobs.errors import JobNotFound, LorryError, ServiceError, UserError
 from lorry_jobs.types import (
     AdamParams,
+    CheckpointMetadata,
     CreateModelRequest,
     Datum,
     ForwardBackwardOutput,
@@ -29,18 +30,18 @@ from lorry_jobs.types import (
     OptimStepResponse,
     SampleResponse,
     SaveRequest,
-    SaveWeightsResponse,
 )
 from lorry_jobs.wire import SampleRequest
 
 from . import training_state
 from .adapter import Adapter, create_adapter, head_name, make_shell, read_adapter
-from .checkpoints import Checkpoint, CheckpointStore, Manifest, Origin
+from .checkpoint_format import Checkpoint, Manifest, Origin
 from .head import Head
 from .job_state import JobState
 from .lora_linear import install_lora_linears
 from .optimizer import AdamState, take_steps
 from .sampler import Sampler, ShouldStop
+from .store import Store
 from .trainer import Part, Trainer
 
 if TYPE_CHECKING:
@@ -78,13 +79,15 @@ class Engine:
         self,
         base: BaseModel,
         name: str,
-        store: CheckpointStore,
+        store: Store[Any],
         options: EngineOptions = EngineOptions(),
     ) -> None:
         self.base = base
         self.name = name
         self.store = store
         self.options = options
+        self.on_use: Callable[[CheckpointPath], None] = lambda path: None
+        """Called before a checkpoint is read or sampled from: it is in use."""
         self.jobs: dict[str, JobState] = {}
         self._shell = make_shell(base.model)
         self._head = Head(base.model.get_output_embeddings(), head_name(base.model), options.head_chunk_elements)
@@ -120,6 +123,7 @@ class Engine:
 
     def _load_checkpoint(self, text: str) -> tuple[Manifest, Checkpoint]:
         path = CheckpointPath.parse(text)
+        self.on_use(path)
         manifest, checkpoint = self.store.load(path)
         if manifest.base_model != self.name:
             raise UserError(f"{path} is of {manifest.base_model}, but this worker serves {self.name}")
@@ -253,12 +257,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
-    def save_state(self, job: str, request: SaveRequest, op_id: str) -> SaveWeightsResponse:
+    def save_state(self, job: str, request: SaveRequest, op_id: str) -> CheckpointMetadata:
         with _located(job, "save_state"):
             state = self.state(job)
             return self._save(state, "weights", training_state.write_state(state), request, op_id)
 
-    def save_weights_for_sampler(self, job: str, request: SaveRequest, op_id: str) -> SaveWeightsResponse:
+    def save_weights_for_sampler(self, job: str, request: SaveRequest, op_id: str) -> CheckpointMetadata:
         with _located(job, "save_weights_for_sampler"):
             state = self.state(job)
             content = training_state.write_adapter(state.adapter)
@@ -266,7 +270,7 @@ class Engine:
 
     def _save(
         self, state: JobState, kind: Kind, content: Checkpoint, request: SaveRequest, op_id: str
-    ) -> SaveWeightsResponse:
+    ) -> CheckpointMetadata:
         manifest = self.store.save(
             CheckpointPath(state.job, kind, request.name),
             content,
@@ -274,13 +278,7 @@ class Engine:
             ttl_seconds=request.ttl_seconds,
             overwrite=request.overwrite,
         )
-        return SaveWeightsResponse(
-            path=str(manifest.path),
-            name=manifest.name,
-            size=manifest.size,
-            created=manifest.created,
-            expires=manifest.expires,
-        )
+        return manifest.metadata
 
     def load_state(self, job: str, request: LoadStateRequest) -> LoadWeightsResponse:
         """Put a checkpoint in the place of the job's weights, and with `optimizer` of its moments; without,
@@ -288,6 +286,7 @@ class Engine:
         with _located(job, "load_state"):
             state = self.state(job)
             path = CheckpointPath.parse(request.path, job=job)
+            self.on_use(path)
             manifest, checkpoint = self.store.load(path)
             dropped = training_state.read_state(state, checkpoint, manifest, optimizer=request.optimizer)
             return LoadWeightsResponse(path=str(path), optimizer=request.optimizer, dropped_gradients=dropped)
@@ -308,9 +307,14 @@ class Engine:
             )
 
     def _sampler_adapter(self, model_path: str) -> Adapter:
-        """The adapter at `model_path`; the last used ones stay loaded. A replaced checkpoint is read anew."""
+        """The adapter at `model_path`; the last used ones stay loaded. A replaced checkpoint is read anew.
+
+        One that expired is still served while it is loaded here: whoever is in the middle of it can finish."""
         path = CheckpointPath.parse(model_path, kind="sampler_weights")
-        manifest = self.store.manifest(path)
+        self.on_use(path)
+        manifest = self.store.find(path, expired=True)
+        if manifest is None or (manifest.expired and _version(manifest) not in self._samplers):
+            manifest = self.store.manifest(path)
         key = _version(manifest)
         adapter = self._samplers.get(key)
         if adapter is None:
