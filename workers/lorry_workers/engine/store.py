@@ -7,6 +7,7 @@ names the folder of the files (`object_store`).
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,9 @@ from .checkpoint_format import (
 )
 
 Place = TypeVar("Place")
+
+MAX_TRIES = 3
+"""So often a version must fail to be read before it counts as damaged."""
 
 
 class Store(ABC, Generic[Place]):
@@ -71,15 +75,18 @@ class Store(ABC, Generic[Place]):
 
     def load(self, path: CheckpointPath) -> tuple[Manifest, Checkpoint]:
         """The content of `path`, each file checked against its sha256."""
+        tries = 0
         while True:
             manifest = self.manifest(path)
             try:
                 return manifest, decode_files(path, self._read_all(path, manifest))
             except ServiceError:
-                # Replaced while it was read? Then the new one is read instead.
+                # Is it being replaced right now? Then the new one is read instead.
                 latest = self.find(path)
-                if latest is None or _version(latest) == _version(manifest):
+                tries = tries + 1 if latest is not None and _version(latest) == _version(manifest) else 0
+                if latest is None or tries == MAX_TRIES:
                     raise
+                time.sleep(0.02)
 
     def read_part(self, path: CheckpointPath, file: str, offset: int, size: int, op_id: str | None = None) -> bytes:
         """A part of one file, unchecked; "manifest.json" is one. `op_id`: which version of the checkpoint is meant."""
