@@ -15,7 +15,7 @@ from tests.chaos.workload import RANK, fb, step, submit
 
 SESSION_SECONDS = 6.0
 ENV = {"LORRY_SESSION_SECONDS": str(SESSION_SECONDS), "LORRY_SNAPSHOT_STEPS": "3"}
-KEPT = ("lorry:worker", "lorry:queue:", "lorry:models", "lorry:tokenizer:", "_kombu.binding")
+KEPT = ("lorry:worker", "lorry:queue:", "lorry:models", "lorry:tokenizer:", "lorry:checkpoints:lock:", "_kombu.binding")
 """What belongs to workers and models, not to clients."""
 RESULTS = ("celery-task-meta-", "lorry:output:")
 
