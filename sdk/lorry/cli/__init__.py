@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from lorry.cli.checkpoints import checkpoints_app
 from lorry.cli.operate import drain, jobs_app, workers
 from lorry.cli.plugins import PluginGroup
 from lorry_jobs.errors import LorryError, ServiceError
@@ -39,6 +40,7 @@ console = Console(highlight=False, emoji=False)
 app.command()(workers)
 app.command()(drain)
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(checkpoints_app, name="checkpoints")
 
 # `lorry down` waits for what `lorry up` may take: 30 s for workers, 20 s for Redis, and some more.
 DOWN_SECONDS = 60.0
