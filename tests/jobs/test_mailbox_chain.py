@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import redis
+from redis.exceptions import NoScriptError
 
 from lorry_jobs.errors import OpCancelled, StateRolledBack, UserError
 from lorry_jobs.mailbox import DROP_GRADIENTS, SKIP, JobStatus, meta_key, output_key
@@ -463,6 +465,10 @@ def test_answers_survive_a_lost_script_cache(driver):
     driver.redis.script_flush()  # as after a restart of Redis
     assert driver.submit("a", 1) == "ok"
     driver.redis.script_flush()
+    # Single calls load it again by themselves; who sends a pipeline does so and sends it again.
+    with pytest.raises(NoScriptError):
+        driver.commit("a", 0, "w")
+    driver.mailbox.load_script()
     assert driver.commit("a", 0, "w") == "ok"
 
 
