@@ -20,6 +20,7 @@ from lorry_jobs.types import (
     ModelInfo,
     OptimStepResponse,
 )
+from lorry_workers.engine.opening import open_store
 from lorry_workers.runtime import Runtime, new_worker_id
 from lorry_workers.settings import WorkerSettings
 from lorry_workers.worker import serve
@@ -42,8 +43,9 @@ class NullEngine:
 
     name = MODEL
 
-    def __init__(self, sleep_seconds: float) -> None:
+    def __init__(self, sleep_seconds: float, settings: WorkerSettings) -> None:
         self.sleep_seconds = sleep_seconds
+        self.store = open_store(settings.store_location)
         self.jobs: dict[str, object] = {}  # always empty: there is no state to snapshot
 
     def create_model(self, job: str, request: CreateModelRequest) -> GetInfoResponse:
@@ -77,7 +79,7 @@ def main() -> int:
     info = ModelInfo(
         name=MODEL, vocab_size=1000, context_length=1000, arch="none", parameters=0, tokenizer_sha256="none"
     )
-    engine = NullEngine(args.sleep)
+    engine = NullEngine(args.sleep, settings)
     return serve(worker, lambda: Runtime(worker, engine, info, b"", settings), settings)  # type: ignore[arg-type]
 
 
