@@ -2,6 +2,7 @@
 
     lorry:checkpoints          HASH  path -> `CheckpointMetadata` as JSON
     lorry:checkpoints:in_use   ZSET  path -> until when (ms since 1970) its files are being read
+    lorry:checkpoints:lock:*   set by the worker whose turn it is to reap
 
 The manifests in the store are the truth; a worker can rebuild the index from them.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from redis import Redis
+from redis.client import Pipeline
 
 from .types import CheckpointMetadata
 
@@ -26,8 +28,9 @@ class CheckpointIndex:
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
 
-    def put(self, metadata: CheckpointMetadata) -> None:
-        self.redis.hset(_INDEX, metadata.path, metadata.model_dump_json())
+    def put(self, metadata: CheckpointMetadata, pipe: Pipeline | None = None) -> None:
+        """At once, or as part of a pipeline, whose answer is a number."""
+        (pipe if pipe is not None else self.redis).hset(_INDEX, metadata.path, metadata.model_dump_json())
 
     def get(self, path: str) -> CheckpointMetadata | None:
         found: Any = self.redis.hget(_INDEX, path)

@@ -102,6 +102,17 @@ def test_an_expired_checkpoint_cannot_be_read_and_its_name_is_free(store: Store[
     assert whole(store.load(PATH)[1]) == 2
 
 
+def test_only_the_version_that_was_meant_is_deleted(store: Store[Any]) -> None:
+    store.save(PATH, content(1.0), origin("op1"), ttl_seconds=1)
+    meant = store.manifest(PATH)
+    store.save(PATH, content(2.0), origin("op2"), overwrite=True)
+    with pytest.raises(UserError, match="saved anew or changed meanwhile; it stays"):
+        store.delete(PATH, only=meant)
+    assert whole(store.load(PATH)[1]) == 2.0
+    store.delete(PATH, only=store.manifest(PATH))
+    assert store.find(PATH, expired=True) is None
+
+
 def test_parts(store: Store[Any]) -> None:
     manifest = store.save(PATH, content(1), origin("op1"))
     size = manifest.files["adapter_model.safetensors"].size

@@ -71,9 +71,11 @@ class Driver:
         record = self.redis.get(meta_key(task))
         return None if record is None else results.read(record)  # type: ignore[arg-type]
 
-    def request(self, task: str, model: str = "m", payload: bytes = b"prompt", *, channel: str = "") -> str:
-        text = json.dumps({"headers": {"id": task}, "request": task})
-        digest = ops.digest("sample", payload)
+    def request(
+        self, task: str, model: str = "m", payload: bytes = b"prompt", *, op: str = ops.SAMPLE, channel: str = ""
+    ) -> str:
+        text = json.dumps({"headers": {"id": task, "task": ops.task_name(op)}, "request": task})
+        digest = ops.digest(op, payload)
         return self.mailbox.request(
             task, model, envelope=text, payload=payload, digest=digest, channel=channel, max_total_bytes=2**40
         )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
+from lorry_jobs import ops
 from lorry_jobs.errors import WorkerCrashed
 from tests.jobs.driver import Driver
 
 
 def suspect(driver: Driver, job: str) -> int | None:
     return driver.mailbox.adopt(job, driver.owner(job)).suspect
+
+
+def suspect_of(driver: Driver, job: str) -> str:
+    """As it stands in the job's record, whoever owns the job."""
+    return driver.mailbox.job_record(job)["suspect"]
 
 
 def die(driver: Driver, worker: str) -> None:
@@ -53,7 +57,8 @@ def test_a_job_that_was_merely_there_at_the_second_death_does_not_fail(driver, j
 
 
 def test_a_worker_that_comes_back_from_a_freeze_was_killed_by_nothing(driver, job):
-    assert driver.mailbox.hello("a", "m", slots=4, seats=4, lease_seconds=60, info="{}", model_info="{}") == "dead"
+    assert not driver.hello("a")
+    driver.mailbox.absolve("a", [job])
     assert suspect(driver, job) is None
     driver.mailbox.trying("b", job)  # "b" took the job while it was suspect
     driver.hello("c")
@@ -65,38 +70,63 @@ def test_a_worker_that_comes_back_from_a_freeze_was_killed_by_nothing(driver, jo
 def test_coming_back_takes_nothing_back_that_another_death_said(driver, job):
     driver.hello("c")
     die(driver, "b")
-    driver.hello("a")
+    driver.mailbox.absolve("a", [job])
     assert suspect(driver, job) == 2
-    driver.hello("b")
+    driver.mailbox.absolve("b", [job])
     assert suspect(driver, job) is None
 
 
-def test_requests_of_a_frozen_worker_are_not_suspect_either(driver):
+def test_an_op_that_freezes_every_worker_is_found_out(driver, job):
+    """Each of them comes back. Only the first is believed, until the chain has gone on."""
+    driver.mailbox.absolve("a", [job])
+    driver.hello("c")
+    die(driver, "b")
+    driver.mailbox.absolve("b", [job])
+    assert suspect(driver, job) == 2
+    driver.mailbox.trying("c", job)
+    driver.hello("d")
+    die(driver, "c")
+    assert isinstance(driver.outcome("job.0").error, WorkerCrashed)
+    assert driver.owner(job) == "d"
+    driver.commit(job, 1, "d")
+    die(driver, "d")
+    driver.mailbox.absolve("d", [job])
+    assert suspect_of(driver, job) == ""
+
+
+def test_requests_of_a_frozen_worker_are_not_suspect_either_but_once(driver):
     driver.hello("a")
     driver.request("r")
     driver.hello("b")
     die(driver, "a")
     assert driver.mailbox.take_request("r", "b") == (b"prompt", 1)
-    driver.hello("a")
+    driver.mailbox.absolve("a", ["r"])
     assert driver.mailbox.take_request("r", "b") == (b"prompt", 0)
+    driver.hello("c")
+    die(driver, "b")
+    driver.mailbox.absolve("b", ["r"])
+    assert driver.mailbox.take_request("r", "c") == (b"prompt", 1)
 
 
-def test_a_job_nobody_serves_outlives_its_client_only_for_a_while(driver):
-    driver.create("job", session="gone")
-    driver.submit_all("job", 1)
-    driver.mailbox.end_session("gone")
-    assert driver.mailbox.reap_sessions(30, patience_seconds=60) == []
-    driver.hello("w", "another model")
-    time.sleep(0.05)
-    assert driver.mailbox.reap_sessions(30, patience_seconds=0.02) == ["job"]
-    assert int(driver.redis.get("lorry:bytes")) == 0
-    assert driver.mailbox.unplaced("m") == 0
+@pytest.mark.parametrize("op", ops.CHECKPOINT_OPS)
+def test_a_request_that_runs_beside_the_clock_takes_down_two_workers_at_most(driver, op):
+    driver.hello("a")
+    driver.request("r", op=op)
+    for heir, victim in (("b", "a"), ("c", "b")):
+        assert driver.outcome("r") is None
+        driver.hello(heir)
+        die(driver, victim)
+    error = driver.outcome("r").error
+    assert isinstance(error, WorkerCrashed)
+    assert error.op == op
+    assert "while they worked on this request" in error.message
 
 
-def test_a_job_that_is_being_served_is_never_abandoned(driver):
-    driver.hello("w")
-    driver.create("job", session="gone")
-    driver.submit_all("job", 1)
-    driver.mailbox.end_session("gone")
-    time.sleep(0.05)
-    assert driver.mailbox.reap_sessions(30, patience_seconds=0.02) == []
+def test_a_sample_that_merely_was_there_at_two_deaths_goes_on(driver):
+    driver.hello("a")
+    driver.request("r")
+    for heir, victim in (("b", "a"), ("c", "b")):
+        driver.hello(heir)
+        die(driver, victim)
+    assert driver.outcome("r") is None
+    assert driver.mailbox.take_request("r", "c") == (b"prompt", 1)

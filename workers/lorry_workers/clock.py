@@ -183,8 +183,6 @@ class Clock:
             if delivery.op in ops.WITHOUT_EFFECT:
                 effect = "0"
             milliseconds = (time.perf_counter() - started) * 1000
-            if "base_model" in reply.info and "path" in reply.info:
-                checkpoint = (reply.info["path"], json.dumps(reply.info))
             info = {
                 **reply.info,
                 "cycle": self.cycle,
@@ -195,7 +193,7 @@ class Clock:
             }
             record, output = results.success(delivery.task, info, reply.output)
             outcome = Outcome(reply.summary)
-            version = reply.version
+            version, checkpoint = reply.version, reply.checkpoint
             self._snapshots.ran(lane.job, delivery.op, delivery.request_bytes, at_once=version is not None)
         entry = {
             "status": "failed" if outcome.error else "ok",

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoScriptError, RedisError
 
+from lorry_jobs.checkpoint_index import CheckpointIndex
 from lorry_jobs.errors import LorryError, StaleOwner
 from lorry_jobs.mailbox import Effect, Mailbox
+from lorry_jobs.types import CheckpointMetadata
 
 from .lanes import Delivery, Lane, Lanes, Outcome
 from .vital_thread import VitalThread
@@ -40,8 +42,8 @@ class Commit:
     incomplete: str = KEEP
     effect: Effect = "1"
     entry: str = "{}"
-    checkpoint: tuple[str, str] | None = None
-    """(path, JSON) of a checkpoint that this op saved, for the index."""
+    checkpoint: CheckpointMetadata | None = None
+    """That this op saved, for the index."""
     ttl: int | None = None
     """How long the result is kept, where it is not for the usual time."""
 
@@ -51,6 +53,7 @@ class Committer:
         self, mailbox: Mailbox, worker: str, lanes: Lanes, ttl: int, *, on_total_bytes: Callable[[int], None]
     ) -> None:
         self._mailbox, self._worker, self._lanes, self._ttl = mailbox, worker, lanes, ttl
+        self._index = CheckpointIndex(mailbox.redis)
         self._on_total_bytes = on_total_bytes
         self._queue: queue.SimpleQueue[list[Commit] | None] = queue.SimpleQueue()
         self._thread = VitalThread(self._run, "lorry-committer")
@@ -114,7 +117,7 @@ class Committer:
     def _add(self, commit: Commit, pipe) -> None:  # type: ignore[no-untyped-def]
         delivery = commit.delivery
         if commit.checkpoint is not None:
-            self._mailbox.put_checkpoint(*commit.checkpoint, pipe=pipe)
+            self._index.put(commit.checkpoint, pipe)
         if commit.lane is None:
             self._mailbox.finish_request(
                 delivery.task,

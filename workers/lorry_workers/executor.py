@@ -13,6 +13,7 @@ from lorry_jobs.checkpoint_paths import CheckpointPath
 from lorry_jobs.errors import UserError
 from lorry_jobs.types import (
     ChangeCheckpointRequest,
+    CheckpointMetadata,
     CreateModelRequest,
     DeleteCheckpointRequest,
     LoadStateRequest,
@@ -37,6 +38,8 @@ class Reply:
     summary: dict[str, Any] = field(default_factory=dict)
     version: str | None = None
     """Of the checkpoint that this op read: a replay must find the same one."""
+    checkpoint: CheckpointMetadata | None = None
+    """That this op saved, for the index."""
 
 
 def decode_request(op: str, payload: bytes) -> Any:
@@ -97,8 +100,7 @@ def _optim_step(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Rep
 def _save(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
     save = engine.save_state if delivery.op == ops.SAVE_STATE else engine.save_weights_for_sampler
     saved = save(job, delivery.request, delivery.task)
-    # All of it: the commit's caller puts it into the index of checkpoints.
-    return Reply(info=saved.model_dump(mode="json"), summary={"path": saved.path})
+    return Reply(info=saved.model_dump(mode="json"), summary={"path": saved.path}, checkpoint=saved)
 
 
 def _load_state(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import RedisError
 
 from lorry_jobs.checkpoint_paths import CheckpointPath
-from lorry_jobs.errors import LorryError
+from lorry_jobs.errors import LorryError, UserError
 
 from .engine.store import Store
 from .settings import WorkerSettings
@@ -57,6 +57,8 @@ class Reaper:
                     self.tidy()
             except (LorryError, RedisError, OSError) as error:
                 log.warning("expired checkpoints stay for now: %s", error)
+            except Exception:  # whatever it is, it must not end the thread without a word
+                log.exception("expired checkpoints stay for now")
 
     def reap(self) -> list[str]:
         """Delete what has expired, warn of what will; -> the paths that went."""
@@ -94,7 +96,11 @@ class Reaper:
         if self._index.in_use(text):
             log.info("checkpoint %s expired at %s and is in use: it stays until it is not", text, manifest.expires)
             return False
-        self._store.delete(path)
+        try:
+            self._store.delete(path, only=manifest)
+        except UserError as changed:  # by somebody else, since it was looked at
+            log.info("checkpoint %s is not reaped: %s", text, changed)
+            return False
         self._index.remove(text)
         log.info("checkpoint %s expired at %s and was deleted", text, manifest.expires)
         return True

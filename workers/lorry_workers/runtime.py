@@ -72,7 +72,7 @@ class Runtime:
             describe=self._describe,
             busy_seconds=self._clock.busy_seconds,
             reactions=Reactions(
-                fenced=lambda: _start_anew(f"worker {worker} was declared dead: its lease ran out"),
+                fenced=self._fenced,
                 drain=self._drain,
                 make_room=self._make_room,
                 deaf=self._deaf,
@@ -223,6 +223,13 @@ class Runtime:
             log.warning("could not hand the jobs on: %s", error)
         finally:
             then()
+
+    def _fenced(self) -> None:
+        try:
+            self.mailbox.absolve(self.worker, [*self.lanes.jobs(), *self.lanes.requests()])
+        except RedisError as error:
+            log.warning("could not say that this worker lives: %s", error)
+        _start_anew(f"worker {self.worker} was declared dead: its lease ran out")
 
     def _deaf(self, seconds: float) -> None:
         try:

@@ -7,7 +7,8 @@
 --   P job:<job>                  HASH  state active|failed|closed, model, spec, owner, epoch, committed, released,
 --                                      snapshot, snapshot_ref, previous_snapshot, previous_ref, incomplete, window,
 --                                      max_ops, max_bytes, queued_bytes, cost_ms, last_commit, created, why, session,
---                                      suspect (the last of them), accuser (whose death made them so), restore_deaths
+--                                      suspect (the last of them), accuser (whose death made them so), absolved
+--                                      (where the chain was then), restore_deaths
 --   P job:<job>:ops              HASH  seq -> kombu envelope, kept until the previous snapshot covers it (the
 --                                      journal); "-" where the op left no effect, "!" where it dropped the gradients
 --   P job:<job>:payloads         HASH  seq -> request bytes, kept as long as the envelope
@@ -22,8 +23,7 @@
 --   P worker:<worker>            HASH  model, info (JSON), started, trying, drain
 --   P worker:<worker>:jobs       SET
 --   P worker:<worker>:requests   SET
---   P worker:<worker>:accused    SET   jobs and requests that its death made suspects; for an hour
---   P request:<id>               HASH  model, envelope, payload, digest, owner, channel, deaths
+--   P request:<id>               HASH  model, envelope, payload, digest, owner, channel, deaths, accuser, absolved
 --   P waiting:<model>            ZSET  request -> since ms        requests with no free seat
 --   P sessions                   ZSET  session -> last heartbeat ms;  P session:<session> SET of its jobs
 --   P closed                     ZSET  job -> closed ms: gone here, but a worker still has to delete its snapshots
@@ -254,13 +254,6 @@ local function fail_unrestorable(job, worker, ttl)
   drain_failed(job, template, ttl)
 end
 
--- Remember that this worker's death made a job or a request suspect.
-local function accuse(worker, id)
-  local accused = P .. 'worker:' .. worker .. ':accused'
-  R('SADD', accused, id)
-  R('EXPIRE', accused, 3600)
-end
-
 -- A worker died with this job. The first time, all that it had been given become suspects (the last commits may have
 -- been on their way, so it need not have died of the first): workers run suspects one at a time and say so before. The
 -- second time, only the one that was really running is to blame.
@@ -274,21 +267,7 @@ local function blame(job, worker, trying, ttl)
   released, suspect = tonumber(released), tonumber(suspect) or -1
   if released < head or R('HEXISTS', k .. ':ops', head) == 0 then return end
   R('HSET', k, 'suspect', math.max(released, suspect), 'accuser', worker)
-  accuse(worker, job)
   if trying == job and head <= suspect then fail_head(job, head, worker, ttl) end
-end
-
--- A worker that was declared dead says hello: it was frozen or cut off, so nothing that it ran has killed it.
-local function absolve(worker)
-  local accused = P .. 'worker:' .. worker .. ':accused'
-  for _, id in ipairs(R('SMEMBERS', accused)) do
-    if R('HGET', job_key(id), 'accuser') == worker then
-      R('HSET', job_key(id), 'suspect', '', 'accuser', '', 'restore_deaths', 0)
-    elseif R('HGET', P .. 'request:' .. id, 'deaths') == '1' then
-      R('HSET', P .. 'request:' .. id, 'deaths', 0)
-    end
-  end
-  R('DEL', accused)
 end
 
 -------------------------------------------------------------------------------------------------- sampling requests
@@ -524,10 +503,7 @@ end
 -- Register, or renew the lease. -> ok | drain | dead.  A fenced worker must come back under a new name.
 function F.hello(worker, model, slots, seats, lease_ms, info, model_info)
   local t = now_ms()
-  if R('ZSCORE', P .. 'workers:dead', worker) then
-    absolve(worker)
-    return 'dead'
-  end
+  if R('ZSCORE', P .. 'workers:dead', worker) then return 'dead' end
   R('ZADD', P .. 'workers:alive', t + tonumber(lease_ms), worker)
   if R('EXISTS', P .. 'worker:' .. worker) == 0 then
     R('HSET', P .. 'worker:' .. worker, 'model', model, 'started', whole(t))
@@ -539,6 +515,21 @@ function F.hello(worker, model, slots, seats, lease_ms, info, model_info)
   if R('HEXISTS', P .. 'worker:' .. worker, 'drain') == 1 then return 'drain' end
   place_waiting(model)
   seat_waiting(model)
+  return 'ok'
+end
+
+-- A worker that was declared dead lives: it was frozen or cut off, so nothing that it ran has killed it. It names the
+-- jobs and requests that it held. Once only for the same op: one that freezes every worker must be found out.
+function F.absolve(worker, ...)
+  for _, id in ipairs({ ... }) do
+    local k, request = job_key(id), P .. 'request:' .. id
+    local accuser, committed, absolved = unpack(R('HMGET', k, 'accuser', 'committed', 'absolved'))
+    if accuser == worker and absolved ~= committed then
+      R('HSET', k, 'suspect', '', 'accuser', '', 'absolved', committed, 'restore_deaths', 0)
+    end
+    accuser, absolved = unpack(R('HMGET', request, 'accuser', 'absolved'))
+    if accuser == worker and not absolved then R('HSET', request, 'deaths', 0, 'accuser', '', 'absolved', 1) end
+  end
   return 'ok'
 end
 
@@ -741,17 +732,19 @@ local function retire(worker, limit, died, ttl)
   end
   for _, id in ipairs(R('SPOP', P .. 'worker:' .. worker .. ':requests', limit)) do
     local k = P .. 'request:' .. id
-    local owner, deaths, channel = unpack(R('HMGET', k, 'owner', 'deaths', 'channel'))
+    local owner, deaths, channel, envelope = unpack(R('HMGET', k, 'owner', 'deaths', 'channel', 'envelope'))
     if owner == worker then
-      if died and (deaths == '0' or trying == id) then
+      local op = string.gsub(cjson.decode(envelope).headers.task, '^lorry%.', '')
+      -- Only sampling is run alone once it is suspect. What runs beside the clock was there at every death.
+      if died and (deaths == '0' or trying == id or op ~= 'sample') then
         deaths = R('HINCRBY', k, 'deaths', 1)
-        accuse(worker, id)
+        R('HSET', k, 'accuser', worker)
       end
       if tonumber(deaths) >= 2 then
-        local message = 'two workers died while they sampled this request (the last was ' .. worker ..
-          '); it is not tried again. The log of that worker says why'
+        local message = 'two workers died while they ' .. (op == 'sample' and 'sampled' or 'worked on') ..
+          ' this request (the last was ' .. worker .. '); it is not tried again. The log of that worker says why'
         drop_request(id)
-        publish_result(id, crash_meta(id, message, cjson.null, 'sample', cjson.null), '', ttl, channel)
+        publish_result(id, crash_meta(id, message, cjson.null, op, cjson.null), '', ttl, channel)
       else
         R('HSET', k, 'owner', '')
         seat(id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -190,6 +190,10 @@ class Mailbox:
         )
         return answer
 
+    def absolve(self, worker: str, held: Iterable[str]) -> None:
+        """`worker` was declared dead and lives: the jobs and requests that it held have not killed it."""
+        self._call("absolve", worker, *held)
+
     def adopt(self, job: str, worker: str) -> Placement | None:
         """The job's record if `worker` owns it now."""
         flat = self._call("adopt", job, worker)
@@ -293,14 +297,14 @@ class Mailbox:
         """The last snapshot cannot be read: let the one before be the last."""
         return str(self._text("distrust", job, worker, epoch, ref))
 
-    def resend(self, worker: str, jobs: Sequence[tuple[str, str]]) -> list[str]:
+    def resend(self, worker: str, jobs: Sequence[tuple[str, str]]) -> set[str]:
         """Deliver again what these jobs (each with its epoch) were handed and have not committed.
 
         -> those of them that are another worker's now
         """
-        stale: list[str] = []
+        stale: set[str] = set()
         for start in range(0, len(jobs), 200):  # no call to Redis may take long
-            stale += _texts(self._call("resend", worker, *itertools.chain(*jobs[start : start + 200])))
+            stale |= _texts(self._call("resend", worker, *itertools.chain(*jobs[start : start + 200])))
         return stale
 
     def resend_request(self, task: str, worker: str) -> str:
@@ -418,14 +422,6 @@ class Mailbox:
         for worker in alive:
             pipe.hget(f"lorry:worker:{worker}", "model")
         return [w for w, m in zip(alive, pipe.execute(), strict=True) if m and m.decode() == model]
-
-    def put_checkpoint(self, path: str, info: str, *, pipe: Pipeline | None = None) -> None:
-        """Index a checkpoint: what it is of, so that a client can use it without seeing the store."""
-        (pipe or self.redis).hset("lorry:checkpoints", path, info)
-
-    def get_checkpoint(self, path: str) -> str | None:
-        info: Any = self.redis.hget("lorry:checkpoints", path)
-        return info if info is None else info.decode()
 
     def put_tokenizer(self, sha256: str, archive: bytes) -> None:
         self.redis.set(f"lorry:tokenizer:{sha256}", archive)

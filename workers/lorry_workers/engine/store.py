@@ -117,11 +117,13 @@ class Store(ABC, Generic[Place]):
         self._write_lifetime(self._place(path, manifest), lifetime)
         return manifest.model_copy(update={"expires": expires, "pinned": pin})
 
-    def delete(self, path: CheckpointPath) -> Manifest:
-        """Refused for a pinned one. The name is free afterwards."""
+    def delete(self, path: CheckpointPath, *, only: Manifest | None = None) -> Manifest:
+        """Refused for a pinned one, and for another version than `only`. The name is free afterwards."""
         manifest = self.find(path, expired=True)
         if manifest is None:
             raise CheckpointNotFound(f"there is no checkpoint {path}")
+        if only is not None and (_version(manifest), manifest.expires) != (_version(only), only.expires):
+            raise UserError(f"{path} was saved anew or changed meanwhile; it stays")
         if manifest.pinned:
             raise UserError(f"{path} is pinned; unpin it to delete it")
         self._remove(path)
