@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lorry.stack import ProcessSpec
@@ -13,13 +13,13 @@ from lorry.stack.programs import PYTHON, holds_a_lease
 from lorry_jobs.types import (
     AdamParams,
     CreateModelRequest,
-    Datum,
     ForwardBackwardOutput,
     GetInfoResponse,
     ModelData,
     ModelInfo,
     OptimStepResponse,
 )
+from lorry_workers.engine.engine import Batch
 from lorry_workers.engine.opening import open_store
 from lorry_workers.runtime import Runtime, new_worker_id
 from lorry_workers.settings import WorkerSettings
@@ -52,15 +52,14 @@ class NullEngine:
         data = ModelData(model_id=job, model_name=MODEL, lora_rank=request.lora.rank)
         return GetInfoResponse(model_id=job, model_name=MODEL, lora_rank=request.lora.rank, model_data=data)
 
-    def forward_backward(
-        self, job: str, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
-    ) -> ForwardBackwardOutput:
+    def run_batches(self, batches: Sequence[Batch]) -> list[ForwardBackwardOutput]:
         if self.sleep_seconds:
-            time.sleep(self.sleep_seconds)
-        return ForwardBackwardOutput(loss_fn_outputs=[], metrics={"loss:sum": 0.0, "tokens:sum": 0.0}, loss=0.0)
+            time.sleep(self.sleep_seconds * len(batches))
+        metrics = {"loss:sum": 0.0, "tokens:sum": 0.0}
+        return [ForwardBackwardOutput(loss_fn_outputs=[], metrics=metrics, loss=0.0) for _ in batches]
 
-    def optim_step(self, job: str, params: AdamParams) -> OptimStepResponse:
-        return OptimStepResponse(metrics={})
+    def optim_steps(self, steps: Sequence[tuple[str, AdamParams]]) -> list[OptimStepResponse]:
+        return [OptimStepResponse(metrics={}) for _ in steps]
 
     def drop_job(self, job: str) -> None:
         self.jobs.pop(job, None)

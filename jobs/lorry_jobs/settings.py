@@ -10,6 +10,9 @@ import re
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+MAX_WINDOW = 16
+"""How far a job's window grows; mailbox.lua has it, too."""
+
 
 class QueueSettings(BaseSettings):
     """Where Redis is and how chains behave."""
@@ -22,8 +25,8 @@ class QueueSettings(BaseSettings):
     result_ttl_seconds: int = Field(86400, gt=0)
     lease_seconds: float = Field(10.0, gt=0)
     lease_renew_seconds: float = Field(2.0, gt=0)
-    window: int = Field(4, ge=2, le=16)
-    """How many ops of one job may be with a worker at once."""
+    window: int = Field(4, ge=2, le=MAX_WINDOW)
+    """How many ops of one job may be with a worker at once; up to 16 where an update has more chunks."""
     max_queued_ops: int = Field(4096, ge=1)
     """Per job: more are not accepted until some are committed."""
     max_queued_bytes: int = Field(256 * 2**20, ge=1)

@@ -36,7 +36,8 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class OpTiming:
-    """`total_seconds` from the call to the result here, `compute_seconds` of it in the worker's engine. `attempt`
+    """`total_seconds` from the call to the result here, `compute_seconds` of it in the worker's engine,
+    in the part of the cycle that computed it together with other jobs' ops. `attempt`
     2: a worker died with the op before. What a failed op lacks is None."""
 
     total_seconds: float

@@ -73,6 +73,7 @@ class Cell:
             "LORRY_SNAPSHOT_STEPS": "5",
             "LORRY_THREADS": "1",
             "LORRY_LOG_LEVEL": "INFO",
+            "LORRY_MAX_TOKENS_PER_CYCLE": "1",  # every batch alone: the same numbers each time, bit for bit
             **(env or {}),
         }
 

@@ -27,19 +27,15 @@ def die_of(tokens: Iterable[int]) -> None:
 
 
 class DeadlyEngine(Engine):
-    def forward_backward(self, job: str, data: Any, *args: Any) -> Any:
-        for datum in data:
-            die_of(datum.model_input.to_ints())
-        return super().forward_backward(job, data, *args)
+    def run_batches(self, batches: Any) -> Any:
+        for batch in batches:
+            for datum in batch.data:
+                die_of(datum.model_input.to_ints())
+        return super().run_batches(batches)
 
-    def forward(self, job: str, data: Any, *args: Any) -> Any:
-        for datum in data:
-            die_of(datum.model_input.to_ints())
-        return super().forward(job, data, *args)
-
-    def optim_step(self, job: str, params: Any) -> Any:
-        die_of([int(params.learning_rate)])
-        return super().optim_step(job, params)
+    def optim_steps(self, steps: Any) -> Any:
+        die_of(int(params.learning_rate) for _, params in steps)
+        return super().optim_steps(steps)
 
     def sample(self, request: Any, *args: Any) -> Any:
         die_of(request.prompt.to_ints())

@@ -1,6 +1,7 @@
 """Real training while workers are killed and frozen, connections are cut and Redis is restarted.
 
-Every op must be applied exactly once: each job's final adapter and Adam moments equal those of an undisturbed run.
+Every op must be applied exactly once: each job's final adapter and Adam moments equal those of an undisturbed run,
+bit for bit where batches are computed one by one, and closely where many jobs share a pass.
 The seed is printed; LORRY_CHAOS_SEED=N replays a run's faults and ops.
 """
 
@@ -23,22 +24,31 @@ from tests.chaos.workload import FINAL, RANK, Op, Reference, largest_gap, make_o
 FAULTS = ("kill", "freeze", "cut", "redis")
 
 
-def test_short(tmp_path: Path, tiny_llama: Path) -> None:
-    run_chaos(tmp_path, tiny_llama, workers=2, jobs=4, ops_per_job=40, faults=4)
+BATCHING = pytest.mark.parametrize("together", [False, True], ids=["one-by-one", "together"])
+
+
+@BATCHING
+def test_short(tmp_path: Path, tiny_llama: Path, together: bool) -> None:
+    run_chaos(tmp_path, tiny_llama, workers=2, jobs=4, ops_per_job=40, faults=4, together=together)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [1, 2])
-def test_long(tmp_path: Path, tiny_llama: Path, number: int) -> None:
-    run_chaos(tmp_path, tiny_llama, workers=3, jobs=12, ops_per_job=90, faults=14)
+@BATCHING
+def test_long(tmp_path: Path, tiny_llama: Path, together: bool) -> None:
+    run_chaos(tmp_path, tiny_llama, workers=3, jobs=12, ops_per_job=90, faults=14, together=together)
 
 
-def run_chaos(folder: Path, model: Path, *, workers: int, jobs: int, ops_per_job: int, faults: int) -> None:
+def run_chaos(
+    folder: Path, model: Path, *, workers: int, jobs: int, ops_per_job: int, faults: int, together: bool
+) -> None:
     seed = int(os.environ.get("LORRY_CHAOS_SEED") or random.randrange(10**6))
     print(f"\nchaos seed {seed}")
-    work = {number: make_ops(seed * 1000 + number, ops_per_job) for number in range(jobs)}
-    with Cell(folder, model, workers=workers) as cell:
+    # Where Adam divides by a gradient of almost nothing, it makes much of the last bit; a larger eps does not.
+    eps = 1e-5 if together else 1e-12
+    work = {number: make_ops(seed * 1000 + number, ops_per_job, eps=eps) for number in range(jobs)}
+    env = {"LORRY_MAX_TOKENS_PER_CYCLE": "100000"} if together else {}
+    with Cell(folder, model, workers=workers, env=env) as cell:
         service = lorry.ServiceClient(base_url=cell.url)
         clients = [service.create_lora_training_client(MODEL, rank=RANK, seed=number + 1) for number in range(jobs)]
         losses: dict[int, list[float]] = {}
@@ -67,8 +77,10 @@ def run_chaos(folder: Path, model: Path, *, workers: int, jobs: int, ops_per_job
     reference = Reference(folder, model)
     for number, client in enumerate(clients):
         expected_losses, expected = reference.run(client.model_id, number + 1, work[number])
-        assert losses[number] == pytest.approx(expected_losses, abs=1e-6)
-        assert largest_gap(found[number], expected) <= 1e-7, f"job {number} ends in another state (seed {seed})"
+        assert losses[number] == pytest.approx(expected_losses, rel=0, abs=2e-5 if together else 0)
+        gap = largest_gap(found[number], expected)
+        print(f"job {number}: largest difference {gap:.1e}")
+        assert gap <= (1e-5 if together else 0), f"job {number} ends in another state (seed {seed})"
 
 
 def train(client: lorry.TrainingClient, ops: list[Op], faults: int) -> list[float]:

@@ -28,7 +28,7 @@ class Op:
     adam: lorry.AdamParams
 
 
-def make_ops(seed: int, count: int) -> list[Op]:
+def make_ops(seed: int, count: int, eps: float = 1e-12) -> list[Op]:
     """forward_backward (once or twice) and optim_step, over and over, with a forward now and then."""
     chance = random.Random(seed)
     ops: list[Op] = []
@@ -37,7 +37,7 @@ def make_ops(seed: int, count: int) -> list[Op]:
             ops.append(Op("forward_backward", _data(chance), lorry.AdamParams()))
         if chance.random() < 0.1:
             ops.append(Op("forward", _data(chance), lorry.AdamParams()))
-        ops.append(Op("optim_step", [], lorry.AdamParams(learning_rate=chance.choice([1e-3, 3e-4]))))
+        ops.append(Op("optim_step", [], lorry.AdamParams(learning_rate=chance.choice([1e-3, 3e-4]), eps=eps)))
     return ops
 
 
@@ -102,5 +102,6 @@ def tensors_of(store: Path, path: str) -> dict[str, torch.Tensor]:
 
 
 def largest_gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Of a tensor with values beyond 1, second moments above all, relative to its largest."""
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1)) for name in one)

@@ -16,10 +16,9 @@ from lorry_jobs.results import Outcome
 TTL = 3600
 
 
-def envelope(job: str, seq: int, channel: str = "") -> str:
-    return json.dumps(
-        {"headers": {"id": ops.task_id(job, seq), "task": "lorry.op", "lorry_channel": channel}, "seq": seq, "job": job}
-    )
+def envelope(job: str, seq: int, channel: str = "", op: str = "op") -> str:
+    headers = {"id": ops.task_id(job, seq), "task": ops.task_name(op), "lorry_channel": channel}
+    return json.dumps({"headers": headers, "seq": seq, "job": job})
 
 
 class Driver:
@@ -45,12 +44,19 @@ class Driver:
         )
 
     def submit(
-        self, job: str, seq: int, payload: bytes = b"payload", *, channel: str = "", max_total_bytes: int = 2**40
+        self,
+        job: str,
+        seq: int,
+        payload: bytes = b"payload",
+        *,
+        op: str = "op",
+        channel: str = "",
+        max_total_bytes: int = 2**40,
     ) -> str:
         return self.mailbox.submit(
             job,
             seq,
-            envelope=envelope(job, seq, channel),
+            envelope=envelope(job, seq, channel, op),
             payload=payload,
             digest=ops.digest("op", payload),
             task=ops.task_id(job, seq),

@@ -8,8 +8,10 @@ import pytest
 import redis
 from redis.exceptions import NoScriptError
 
+from lorry_jobs import ops
 from lorry_jobs.errors import OpCancelled, StateRolledBack, UserError
 from lorry_jobs.mailbox import DROP_GRADIENTS, SKIP, JobStatus, meta_key, output_key
+from lorry_jobs.settings import MAX_WINDOW
 from tests.jobs.driver import TTL, Driver
 
 
@@ -103,6 +105,34 @@ def test_never_more_than_the_window_is_released_and_uncommitted(driver):
         seen += driver.delivered("w")
         assert len(seen) == status.released + 1
     assert seen == [("a", seq) for seq in range(10)]
+
+
+def test_whole_updates_are_released_however_many_chunks_they_have(driver):
+    start(driver, window=2)
+    kinds = [ops.FORWARD_BACKWARD] * 5 + [ops.OPTIM_STEP] + [ops.FORWARD_BACKWARD, ops.OPTIM_STEP] * 2
+    driver.submit("a", 0)
+    driver.commit("a", 0, "w")
+    for seq, kind in enumerate(kinds, 1):
+        assert driver.submit("a", seq, op=kind) == "ok"
+    released = []
+    for seq in range(1, len(kinds) + 1):
+        assert driver.commit("a", seq, "w") == "ok"
+        released.append(driver.mailbox.status("a").released)
+    # The five chunks and their step at once; then one update is whole, and the next begins as there is room.
+    assert released == [6, 6, 6, 6, 8, 8, 10, 10, 10, 10]
+
+
+def test_the_window_grows_to_sixteen_and_no_further(driver):
+    assert MAX_WINDOW == 16
+    start(driver, window=2)
+    driver.submit("a", 0)
+    for seq in range(1, 41):
+        driver.submit("a", seq, op=ops.FORWARD)
+    assert driver.mailbox.status("a").released == 15
+    driver.commit("a", 0, "w")
+    assert driver.mailbox.status("a").released == 16
+    driver.commit("a", 1, "w")
+    assert driver.mailbox.status("a").released == 17
 
 
 def test_backpressure_by_number_of_ops(driver):

@@ -96,8 +96,8 @@ def test_recent_cycles():
     recent = RecentCycles(keep=2)
     assert recent.summary() == {}
     recent.add(CycleStats(cycle=1, jobs=100, ops=100, tokens=10**6, train=100.0))
-    recent.add(CycleStats(cycle=2, jobs=1, ops=2, tokens=100, train=0.1, step=0.02, commit=0.03, idle=0.35))
-    recent.add(CycleStats(cycle=3, jobs=3, ops=4, tokens=300, train=0.3, step=0.04, commit=0.01, idle=0.15))
+    recent.add(CycleStats(cycle=2, jobs=1, ops=2, tokens=100, train=0.1, step=0.02, other=0.03, idle=0.35))
+    recent.add(CycleStats(cycle=3, jobs=3, ops=4, tokens=300, train=0.3, step=0.04, other=0.01, idle=0.15))
     assert recent.summary() == pytest.approx(
         {
             "cycle": 3,
@@ -108,7 +108,7 @@ def test_recent_cycles():
             "tokens_per_second": 400,
             "train_ms": 200,
             "step_ms": 30,
-            "commit_ms": 20,
+            "other_ms": 20,
             "idle": 0.5,
         }
     )

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-from lorry_jobs import ops, results
+from lorry_jobs import ops
 from lorry_jobs.checkpoint_index import CheckpointIndex
 from lorry_jobs.checkpoint_paths import CheckpointPath
-from lorry_jobs.errors import CheckpointNotFound, LorryError, ServiceError, UserError
+from lorry_jobs.errors import CheckpointNotFound, ServiceError, UserError
 from lorry_jobs.types import (
     ChangeCheckpointRequest,
     DeleteCheckpointRequest,
@@ -30,8 +31,10 @@ from lorry_jobs.types import (
 
 from .committer import Commit
 from .engine.engine import Engine
-from .lanes import Delivery, Outcome
+from .executor import Reply
+from .lanes import Delivery
 from .merge import MergedModels
+from .recording import as_failure, failure, success
 from .settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ USE_SECONDS = 60.0
 PART_TTL_SECONDS = 120
 """Parts of files are large and read at once: they do not stay in Redis for a day, as other results do."""
 
-Reply = tuple[dict[str, Any], bytes]
+Found = tuple[dict[str, Any], bytes]
 
 
 class Administration:
@@ -50,7 +53,7 @@ class Administration:
         self.merged = MergedModels(engine, settings.store_dir / "merged")
         self._store = engine.store
         self._changing = threading.Lock()
-        self._executors: dict[str, Callable[[Any], Reply]] = {
+        self._executors: dict[str, Callable[[Any], Found]] = {
             ops.CHECKPOINT_CHANGE: self._change,
             ops.CHECKPOINT_DELETE: self._delete,
             ops.CHECKPOINT_READ: self._read,
@@ -65,17 +68,12 @@ class Administration:
             if isinstance(delivery.request, Exception):  # its bytes could not be read
                 raise delivery.request
             info, output = self._executors[delivery.op](delivery.request)
-        except Exception as error:
-            if not isinstance(error, LorryError):
-                log.exception("%s %s", delivery.op, delivery.task)
-                error = ServiceError(f"the worker failed with {type(error).__name__}: {error}; its log has the details")
-            error.op = error.op or delivery.op
-            return Commit(None, delivery, results.failure(delivery.task, error), b"", Outcome({}, error))
-        record, beside = results.success(delivery.task, info, output)
+        except Exception as error:  # noqa: BLE001 (its client is told, and as_failure logs it)
+            return failure(delivery, as_failure(error, None, delivery))
         ttl = PART_TTL_SECONDS if delivery.op == ops.CHECKPOINT_READ else None
-        return Commit(None, delivery, record, beside, Outcome(_summary(info)), ttl=ttl)
+        return replace(success(delivery, Reply(info, output, _summary(info))), ttl=ttl)
 
-    def _change(self, request: ChangeCheckpointRequest) -> Reply:
+    def _change(self, request: ChangeCheckpointRequest) -> Found:
         path = CheckpointPath.parse(request.path)
         with self._changing:
             manifest = self._store.change(
@@ -84,7 +82,7 @@ class Administration:
         self.index.put(manifest.metadata)
         return manifest.metadata.model_dump(mode="json"), b""
 
-    def _delete(self, request: DeleteCheckpointRequest) -> Reply:
+    def _delete(self, request: DeleteCheckpointRequest) -> Found:
         path = CheckpointPath.parse(request.path)
         try:
             manifest = self._store.delete(path)
@@ -95,7 +93,7 @@ class Administration:
         log.info("checkpoint %s was deleted on request", path)
         return manifest.metadata.model_dump(mode="json"), b""
 
-    def _read(self, request: ReadCheckpointRequest) -> Reply:
+    def _read(self, request: ReadCheckpointRequest) -> Found:
         if request.merged is not None:
             part = self.merged.read_part(request.merged, request.file, request.offset, request.size)
             return {}, part
@@ -103,13 +101,13 @@ class Administration:
         self._note_use(path)
         return {}, self._store.read_part(path, request.file, request.offset, request.size, request.op_id)
 
-    def _merge(self, request: MergeCheckpointRequest) -> Reply:
+    def _merge(self, request: MergeCheckpointRequest) -> Found:
         path = CheckpointPath.parse(request.path)
         self._note_use(path)
         merged: MergedModel = self.merged.make(path)
         return merged.model_dump(mode="json"), b""
 
-    def _reindex(self, request: ReindexRequest) -> Reply:
+    def _reindex(self, request: ReindexRequest) -> Found:
         before, found, unreadable = self.index.paths(), set[str](), list[str]()
         added = []
         for path in self._store.paths():

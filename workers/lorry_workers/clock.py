@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -10,16 +9,19 @@ from concurrent.futures import wait
 
 from redis.exceptions import RedisError
 
-from lorry_jobs import ops, results, wire
-from lorry_jobs.errors import AccumulationIncomplete, LorryError, ServiceError
+from lorry_jobs import results, wire
+from lorry_jobs.errors import LorryError, ServiceError
 from lorry_jobs.mailbox import Mailbox
 
-from .committer import CLEAR, KEEP, Commit, Committer
+from .committer import Commit, Committer
+from .cycle import CycleStats, RecentCycles
 from .engine.engine import Engine
-from .executor import execute
+from .executor import Reply
 from .journal import restore
-from .lanes import Delivery, Lane, Lanes, Outcome
+from .lanes import Delivery, Lane, Lanes
+from .recording import as_commit, as_failure, failure, success
 from .snapshots import Snapshots
+from .training import OpRun, run_others, step, train
 from .vital_thread import VitalThread
 
 log = logging.getLogger(__name__)
@@ -39,12 +41,18 @@ class Clock:
         snapshots: Snapshots,
         mailbox: Mailbox,
         worker: str,
+        *,
+        max_tokens: int,
     ) -> None:
+        """`max_tokens`: of all jobs, in a cycle."""
         self.cycle = 0
+        self.recent = RecentCycles()
         self._engine, self._lanes, self._committer = engine, lanes, committer
         self._snapshots, self._mailbox, self._worker = snapshots, mailbox, worker
+        self._max_tokens = max_tokens
         self._announced = ""
         self._tick_started: float | None = None
+        self._tick_ended = time.monotonic()
         self._stop = threading.Event()
         self._thread = VitalThread(self._run, "lorry-clock")
 
@@ -72,11 +80,15 @@ class Clock:
             self._tick_started = None
 
     def tick(self) -> None:
+        started = time.monotonic()
         self._forget_dropped()
         self._adopt()
-        self._train()
+        runs = self._lanes.take_runs(self._max_tokens)
+        timed = self._train(runs) if runs else (0.0, 0.0)
         self._sample()
         self._snapshots.take_due(self._lanes)
+        if runs:
+            self._note(runs, started, *timed)
 
     def _forget_dropped(self) -> None:
         for job in self._lanes.take_dropped():
@@ -117,22 +129,48 @@ class Clock:
                 suspect=placement.suspect,
             )
 
-    def _train(self) -> None:
-        runs = self._lanes.take_runs()
-        if not runs:
-            return
+    def _train(self, runs: list[tuple[Lane, list[Delivery]]]) -> tuple[float, float]:
+        """One cycle: the batches of all jobs, then their steps, then what goes alone; committed as a group.
+
+        -> seconds of the batches and of the steps.
+        """
         self.cycle += 1
-        commits: list[Commit] = []
-        for lane, run in runs:
-            for delivery in run:
-                self._announce(lane.job if delivery.suspect else "")
-                commit = self._run_op(lane, delivery)
-                if self._lanes.applied(lane, delivery):
-                    commits.append(commit)
+        ran = [OpRun(lane, delivery) for lane, run in runs for delivery in run]
+        suspect = ran[0].job if ran[0].delivery.suspect else ""  # which is alone in its cycle
+        self._announce(suspect)
+        started = time.monotonic()
+        train(self._engine, ran, self.cycle)
+        trained = time.monotonic()
+        step(self._engine, ran, self.cycle)
+        stepped = time.monotonic()
+        run_others(self._engine, ran, self.cycle)
+        commits = [self._record(run) for run in ran if self._lanes.applied(run.lane, run.delivery)]
         self._committer.put(commits)
-        for commit in commits:
-            if commit.delivery.suspect:  # until it is committed, nothing else may run that could be taken for it
-                wait([commit.delivery.done])
+        if suspect:  # until it is committed, nothing else may run that could be taken for it
+            wait([commit.delivery.done for commit in commits])
+        return trained - started, stepped - trained
+
+    def _record(self, run: OpRun) -> Commit:
+        if isinstance(run.result, Reply):
+            delivery, version = run.delivery, run.result.version
+            self._snapshots.ran(run.job, delivery.op, delivery.request_bytes, at_once=version is not None)
+        return as_commit(run, self._worker, self.cycle)
+
+    def _note(self, runs: list[tuple[Lane, list[Delivery]]], started: float, train: float, step: float) -> None:
+        ended = time.monotonic()
+        self.recent.add(
+            CycleStats(
+                cycle=self.cycle,
+                jobs=len(runs),
+                ops=sum(len(run) for _, run in runs),
+                tokens=sum(delivery.tokens for _, run in runs for delivery in run),
+                train=train,
+                step=step,
+                other=ended - started - train - step,
+                idle=started - self._tick_ended,
+            )
+        )
+        self._tick_ended = ended
 
     def _announce(self, what: str) -> None:
         """Say which suspect is run next ('': none), so that if this worker dies of it, it is known what it died of."""
@@ -146,82 +184,6 @@ class Clock:
         except RedisError as error:
             log.warning("could not announce '%s': %s", what, error)
 
-    def _run_op(self, lane: Lane, delivery: Delivery) -> Commit:
-        started, started_ms = time.perf_counter(), int(time.time() * 1000)
-        incomplete, effect, checkpoint, version = KEEP, "1", None, None
-        try:
-            if delivery.op == ops.OPTIM_STEP and lane.incomplete is not None:
-                failed, lane.incomplete = lane.incomplete, None
-                self._drop_gradients(lane.job)
-                incomplete, effect = CLEAR, "drop"
-                raise AccumulationIncomplete(
-                    f"the forward_backward with seq {failed} failed or was cancelled, so this step would use "
-                    "only a part of its gradients; they were dropped and no step was taken. Submit the "
-                    "forward_backward again, then optim_step",
-                    job=lane.job,
-                    op=delivery.op,
-                    seq=delivery.seq,
-                )
-            reply = execute(self._engine, lane.job, delivery, self.cycle)
-        except Exception as error:
-            if not isinstance(error, LorryError):
-                log.exception("%s seq %d of job %s", delivery.op, delivery.seq, lane.job)
-            failure = _located(error, lane.job, delivery)
-            if delivery.op == ops.FORWARD_BACKWARD:
-                self._drop_gradients(lane.job)
-                if lane.incomplete is None:
-                    lane.incomplete = delivery.seq
-                    incomplete = str(delivery.seq)
-            if effect == "1":
-                # These two leave no gradients when they fail; any other failed op has no effect.
-                effect = "drop" if delivery.op in (ops.OPTIM_STEP, ops.FORWARD_BACKWARD) else "0"
-            record, output = results.failure(delivery.task, failure), b""
-            outcome = Outcome({}, failure)
-        else:
-            if delivery.op == ops.LOAD_STATE:
-                lane.incomplete, incomplete = None, CLEAR
-            if delivery.op in ops.WITHOUT_EFFECT:
-                effect = "0"
-            milliseconds = (time.perf_counter() - started) * 1000
-            info = {
-                **reply.info,
-                "cycle": self.cycle,
-                "milliseconds": round(milliseconds, 3),
-                "started_ms": started_ms,
-                "worker": self._worker,
-                "attempt": 1 + delivery.suspect,
-            }
-            record, output = results.success(delivery.task, info, reply.output)
-            outcome = Outcome(reply.summary)
-            version, checkpoint = reply.version, reply.checkpoint
-            self._snapshots.ran(lane.job, delivery.op, delivery.request_bytes, at_once=version is not None)
-        entry = {
-            "status": "failed" if outcome.error else "ok",
-            "op": delivery.op,
-            "worker": self._worker,
-            "epoch": lane.epoch,
-            "attempt": 1 + delivery.suspect,
-            "cycle": self.cycle,
-            "started": started_ms,
-            "milliseconds": round((time.perf_counter() - started) * 1000, 3),
-            **({"version": version} if version is not None else {}),
-        }
-        return Commit(
-            lane,
-            delivery,
-            record,
-            output,
-            outcome,
-            incomplete=incomplete,
-            effect=effect,  # type: ignore[arg-type]
-            entry=json.dumps(entry),
-            checkpoint=checkpoint,
-        )
-
-    def _drop_gradients(self, job: str) -> None:
-        if job in self._engine.jobs:  # it is not if its create_model failed
-            self._engine.drop_gradients(job)
-
     def _sample(self) -> None:
         for delivery in self._lanes.take_requests(REQUESTS_PER_CYCLE):
             self._announce(delivery.task if delivery.suspect else "")
@@ -229,27 +191,12 @@ class Clock:
                 if isinstance(delivery.request, Exception):  # its bytes could not be read
                     raise delivery.request
                 response = self._engine.sample(delivery.request)
-            except Exception as error:
-                if not isinstance(error, LorryError):
-                    log.exception("%s %s", delivery.op, delivery.task)
-                failure = _located(error, None, delivery)
-                record, output = results.failure(delivery.task, failure), b""
-                outcome = Outcome({}, failure)
+            except Exception as error:  # noqa: BLE001 (its client is told, and as_failure logs it)
+                commit = failure(delivery, as_failure(error, None, delivery))
             else:
                 info = {"texts": [sequence.text for sequence in response.sequences]}
-                record, output = results.success(delivery.task, info, wire.encode_sample_response(response))
-                outcome = Outcome({"sequences": len(response.sequences)})
-            self._committer.put([Commit(None, delivery, record, output, outcome)])
+                summary = {"sequences": len(response.sequences)}
+                commit = success(delivery, Reply(info, wire.encode_sample_response(response), summary))
+            self._committer.put([commit])
             if delivery.suspect:
                 wait([delivery.done])
-
-
-def _located(error: Exception, job: str | None, delivery: Delivery) -> LorryError:
-    """The error with job, op and seq filled in; a bug in the worker becomes a ServiceError that names it."""
-    if not isinstance(error, LorryError):
-        error = ServiceError(f"the worker failed with {type(error).__name__}: {error}; its log has the details")
-    error.job = error.job or job
-    error.op = error.op or delivery.op
-    if error.seq is None and delivery.seq >= 0:
-        error.seq = delivery.seq
-    return error

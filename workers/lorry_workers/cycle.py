@@ -56,7 +56,8 @@ def _goes_on(last: ReadyOp, ready: Sequence[ReadyOp], count: int, max_ops: int) 
 
 @dataclass(frozen=True)
 class CycleStats:
-    """One cycle. Times in seconds; `idle` is the wait for work before it."""
+    """One cycle. Times in seconds: of the batches of all jobs, of their optimizer steps, of everything else (saves,
+    loads, sampling, copies for snapshots), and `idle`, the wait for work before it."""
 
     cycle: int
     jobs: int
@@ -64,12 +65,12 @@ class CycleStats:
     tokens: int
     train: float = 0.0
     step: float = 0.0
-    commit: float = 0.0
+    other: float = 0.0
     idle: float = 0.0
 
     @property
     def busy(self) -> float:
-        return self.train + self.step + self.commit
+        return self.train + self.step + self.other
 
 
 class RecentCycles:
@@ -84,16 +85,17 @@ class RecentCycles:
     def summary(self) -> dict[str, float]:
         """`cycle`: the last one's number. Means per cycle of jobs, ops and tokens; tokens per second of all time,
         idle time included; mean milliseconds of each part; `idle`: the share of time spent waiting for work."""
-        if not self._cycles:
+        cycles = list(self._cycles)  # another thread may be adding to them
+        if not cycles:
             return {}
-        count = len(self._cycles)
+        count = len(cycles)
         total = {
-            name: sum(getattr(stats, name) for stats in self._cycles)
-            for name in ("jobs", "ops", "tokens", "train", "step", "commit", "busy", "idle")
+            name: sum(getattr(stats, name) for stats in cycles)
+            for name in ("jobs", "ops", "tokens", "train", "step", "other", "busy", "idle")
         }
         elapsed = total["busy"] + total["idle"]
         return {
-            "cycle": self._cycles[-1].cycle,
+            "cycle": cycles[-1].cycle,
             "cycles": count,
             "jobs": total["jobs"] / count,
             "ops": total["ops"] / count,
@@ -101,6 +103,6 @@ class RecentCycles:
             "tokens_per_second": total["tokens"] / elapsed if elapsed else 0.0,
             "train_ms": total["train"] / count * 1000,
             "step_ms": total["step"] / count * 1000,
-            "commit_ms": total["commit"] / count * 1000,
+            "other_ms": total["other"] / count * 1000,
             "idle": total["idle"] / elapsed if elapsed else 0.0,
         }

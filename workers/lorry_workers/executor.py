@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,17 +16,21 @@ from lorry_jobs.types import (
     CheckpointMetadata,
     CreateModelRequest,
     DeleteCheckpointRequest,
+    ForwardBackwardOutput,
     LoadStateRequest,
     LorryModel,
     MergeCheckpointRequest,
     OptimStepRequest,
+    OptimStepResponse,
     ReadCheckpointRequest,
     ReindexRequest,
     SaveRequest,
 )
 
-from .engine.engine import Engine
+from .engine.engine import Batch, Engine
 from .lanes import Delivery
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ def decode_request(op: str, payload: bytes) -> Any:
         raise UserError(f"the request of {op} is not valid: {error}") from None
 
 
+def token_count(request: Any) -> int:
+    """How many tokens a decoded request puts through the model; 0 if it is not a batch."""
+    return sum(datum.model_input.length for datum in request.data) if isinstance(request, wire.TrainingBatch) else 0
+
+
 _JSON_REQUESTS: dict[str, type[LorryModel]] = {
     ops.CREATE_MODEL: CreateModelRequest,
     ops.OPTIM_STEP: OptimStepRequest,
@@ -85,16 +94,34 @@ def _create_model(engine: Engine, job: str, delivery: Delivery, cycle: int) -> R
 
 
 def _forward(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
-    batch = delivery.request
-    run = engine.forward if delivery.op == ops.FORWARD else engine.forward_backward
-    output = run(job, batch.data, batch.loss_fn, batch.loss_fn_config)
+    [output] = engine.run_batches([as_batch(job, delivery)])
+    return batch_reply(_checked(output), cycle)
+
+
+def as_batch(job: str, delivery: Delivery) -> Batch:
+    request = delivery.request
+    backward = delivery.op == ops.FORWARD_BACKWARD
+    return Batch(job, request.data, request.loss_fn, request.loss_fn_config, backward)
+
+
+def batch_reply(output: ForwardBackwardOutput, cycle: int) -> Reply:
     summary = {"loss": round(output.loss, 6), "tokens": int(output.metrics["tokens:sum"]), "cycle": cycle}
     return Reply(output=wire.encode_output(output), summary=summary)
 
 
 def _optim_step(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:
-    response = engine.optim_step(job, delivery.request.adam_params)
+    [response] = engine.optim_steps([(job, delivery.request.adam_params)])
+    return step_reply(_checked(response), cycle)
+
+
+def step_reply(response: OptimStepResponse, cycle: int) -> Reply:
     return Reply(info={"metrics": response.metrics}, summary={**response.metrics, "cycle": cycle})
+
+
+def _checked(result: Result | Exception) -> Result:
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _save(engine: Engine, job: str, delivery: Delivery, cycle: int) -> Reply:

@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorry_jobs import ops
 from lorry_jobs.errors import StaleOwner
+
+from .cycle import ReadyOp, plan_cycle
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Delivery:
     channel: str
     seq: int = -1
     request_bytes: int = 0
+    tokens: int = 0
+    """Of its batch, if it has one."""
     suspect: bool = False
     """A worker died with it: it is run alone, and announced before."""
     running: bool = False
@@ -65,27 +68,16 @@ class Lane:
     def ready(self) -> bool:
         return self.applied is not None and not self.leaving and self.next_seq in self.waiting
 
+    def ready_ops(self) -> list[Delivery]:
+        """Those that are here without a gap, the next one first."""
+        ready = []
+        while (delivery := self.waiting.get(self.next_seq + len(ready))) is not None:
+            ready.append(delivery)
+        return ready
+
     @property
     def idle(self) -> bool:
         return self.applied is not None and not self.waiting and not self.in_flight
-
-
-def update_run(lane: Lane, max_ops: int = 64) -> list[Delivery]:
-    """The ready ops of one job that enter the same cycle: forwards and forward_backwards, up to and with the
-    optim_step that ends the update; any other op goes alone."""
-    assert lane.applied is not None
-    run: list[Delivery] = []
-    seq = lane.applied + 1
-    while seq in lane.waiting and len(run) < max_ops:
-        delivery = lane.waiting[seq]
-        batches = delivery.op in (ops.FORWARD, ops.FORWARD_BACKWARD)
-        if not batches and delivery.op != ops.OPTIM_STEP:
-            return run or [delivery]
-        run.append(delivery)
-        if delivery.op == ops.OPTIM_STEP:
-            return run
-        seq += 1
-    return run
 
 
 class Lanes:
@@ -176,25 +168,31 @@ class Lanes:
                 lane.waiting.pop(seq).done.set_exception(StaleOwner("the op is committed already", job=lane.job))
             self._rest(lane)
 
-    def take_runs(self) -> list[tuple[Lane, list[Delivery]]]:
-        """For every job the ops that enter this cycle; they count as in flight from here on.
+    def take_runs(self, max_tokens: int) -> list[tuple[Lane, list[Delivery]]]:
+        """For every job the ops that enter this cycle (`plan_cycle` decides); they count as in flight from here on.
 
         A suspect enters a cycle of its own.
         """
         with self.changed:
-            runs = []
             ready = [lane for lane in self._astir.values() if lane.ready]
-            suspects = [lane for lane in ready if lane.next_seq <= lane.suspect]
-            for lane in suspects[:1] or ready:
-                if lane.ready:
-                    run = [lane.waiting[lane.next_seq]] if suspects else update_run(lane)
-                    if suspects:
-                        run[0].suspect = True
-                    lane.in_flight += len(run)
-                    lane.used = time.monotonic()
-                    runs.append((lane, run))
-                    # Round robin: a job that just ran goes behind the others.
-                    self._astir[lane.job] = self._astir.pop(lane.job)
+            suspects = [lane for lane in ready if lane.next_seq <= lane.suspect][:1]
+            if suspects:
+                suspects[0].waiting[suspects[0].next_seq].suspect = True
+                runs = [(lane, lane.ready_ops()[:1]) for lane in suspects]
+            else:
+                queues = [lane.ready_ops() for lane in ready]
+                counts = plan_cycle(
+                    [[ReadyOp(delivery.op, delivery.tokens) for delivery in queue] for queue in queues],
+                    max_tokens=max_tokens,
+                )
+                runs = [
+                    (lane, queue[:count]) for lane, queue, count in zip(ready, queues, counts, strict=True) if count
+                ]
+            for lane, run in runs:
+                lane.in_flight += len(run)
+                lane.used = time.monotonic()
+                # Round robin: a job that just ran goes behind the others.
+                self._astir[lane.job] = self._astir.pop(lane.job)
             return runs
 
     def applied(self, lane: Lane, delivery: Delivery) -> bool:

@@ -28,7 +28,7 @@ from .administration import Administration
 from .clock import Clock
 from .committer import Committer
 from .engine.engine import Engine
-from .executor import decode_request
+from .executor import decode_request, token_count
 from .lanes import Delivery, Lane, Lanes, Outcome
 from .lease import Lease, Reactions
 from .reaper import Reaper
@@ -61,7 +61,15 @@ class Runtime:
         self._committer = Committer(
             self.mailbox, worker, self.lanes, settings.result_ttl_seconds, on_total_bytes=self._snapshots.total_is
         )
-        self._clock = Clock(engine, self.lanes, self._committer, self._snapshots, self.mailbox, worker)
+        self._clock = Clock(
+            engine,
+            self.lanes,
+            self._committer,
+            self._snapshots,
+            self.mailbox,
+            worker,
+            max_tokens=settings.max_tokens_per_cycle,
+        )
         self._lease = Lease(
             self.mailbox,
             worker,
@@ -125,13 +133,15 @@ class Runtime:
         if taken is None or self._stopping.is_set():
             return None
         self.lanes.pass_cancelled(job, taken.committed, taken.incomplete)
+        request = _decoded(op, taken.payload)
         delivery = Delivery(
             task=ops.task_id(job, seq),
             op=op,
-            request=_decoded(op, taken.payload),
+            request=request,
             channel=channel,
             seq=seq,
             request_bytes=len(taken.payload),
+            tokens=token_count(request),
         )
         if not self.lanes.deliver(job, delivery):
             return None
@@ -247,7 +257,12 @@ class Runtime:
 
     def _describe(self) -> str:
         """What `lorry workers` shows, as JSON."""
-        load = {"cycle": self._clock.cycle, "jobs": len(self.lanes.jobs()), "requests": len(self.lanes.requests())}
+        load = {
+            "cycle": self._clock.cycle,
+            "jobs": len(self.lanes.jobs()),
+            "requests": len(self.lanes.requests()),
+            "recent": self._clock.recent.summary(),
+        }
         return json.dumps({**self._process, **load})
 
 

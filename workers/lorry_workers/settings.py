@@ -29,6 +29,9 @@ class WorkerSettings(QueueSettings):
     """Of the base model. `auto`: bfloat16 on a GPU, float32 on a CPU. Adapters are always float32."""
     threads: int | None = Field(None, ge=1)
     """Torch's CPU threads; None leaves torch's own choice."""
+    max_tokens_per_cycle: int = Field(16384, ge=1)
+    """So many tokens of all jobs together enter one cycle; 1: every batch is computed alone, and the same every time
+    to the last bit."""
     max_tokens_per_microbatch: int = Field(4096, ge=1)
     activation_checkpointing: bool = False
     snapshot_steps: int = Field(50, ge=1)

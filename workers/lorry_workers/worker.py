@@ -10,6 +10,7 @@ import torch
 
 from lorry_jobs.celery_app import create_app
 from lorry_jobs.mailbox import queue_name
+from lorry_jobs.settings import MAX_WINDOW
 from lorry_jobs.types import ModelInfo
 
 from .base_model import BaseModel, load_base_model, parse_model_spec, resolve_model_path
@@ -82,8 +83,8 @@ def serve(worker: str, make_runtime, settings: WorkerSettings) -> int:  # type: 
         hostname=f"{worker}@{platform.node()}",
         queues=[queue_name(worker)],
         pool_cls="threads",
-        # A thread per op that may be here at once: they only wait, and cost about 60 kB each.
-        concurrency=settings.slots * settings.window + settings.seats + SPARE_THREADS,
+        # A thread per op that may be here at once: they only wait, cost about 60 kB each, and start when needed.
+        concurrency=settings.slots * MAX_WINDOW + settings.seats + SPARE_THREADS,
         loglevel=settings.log_level.upper(),
         task_events=True,
         without_gossip=True,

@@ -14,7 +14,7 @@
 --   P job:<job>:payloads         HASH  seq -> request bytes, kept as long as the envelope
 --   P job:<job>:ledger           HASH  seq -> 16 bytes of digest, then JSON: what became of the op; of the last 500 and those to come
 --   P job:<job>:cancelled        HASH  seq -> JSON {task, meta, channel, poisons}
---   P unplaced:<model>           ZSET  job -> since ms            jobs with work and no worker
+--   P unplaced:<model>           ZSET  job -> since µs            jobs with work and no worker
 --   P queue:<worker>             LIST  the Celery queue that only this worker incarnation consumes
 --   P workers:alive              ZSET  worker -> lease end ms
 --   P workers:dead               ZSET  worker -> fenced at ms     never comes back under this name
@@ -39,6 +39,8 @@ local META = 'celery-task-meta-'
 local function job_key(job) return P .. 'job:' .. job end
 local function now_ms() local t = R('TIME'); return t[1] * 1000 + math.floor(t[2] / 1000) end
 local function whole(n) return string.format('%.0f', n) end
+-- For places in a line: two jobs often come in the same millisecond.
+local function now_us() local t = R('TIME'); return whole(t[1] * 1000000 + t[2]) end
 
 local function is_alive(worker, t)
   local lease_end = R('ZSCORE', P .. 'workers:alive', worker)
@@ -91,7 +93,7 @@ end
 -- `place_waiting`, so while there are such jobs there is no slot.
 local function place(job, model, avoid)
   local waiting = P .. 'unplaced:' .. model
-  R('ZADD', waiting, 'NX', now_ms(), job)
+  R('ZADD', waiting, 'NX', now_us(), job)
   local worker = R('ZRANK', waiting, job) == 0 and pick_worker(P .. 'workers:slots:' .. model, avoid)
   if not worker then return nil end
   R('ZREM', waiting, job)
@@ -114,6 +116,7 @@ end
 -- The ledger says of every op what became of it. `entry` is a JSON object without the times that only Redis knows.
 -- -> when the op was queued
 local LEDGER_LENGTH = 500
+local MAX_WINDOW = 16
 local function write_ledger(job, seq, entry)
   local key = job_key(job) .. ':ledger'
   local known = R('HGET', key, seq)
@@ -144,7 +147,13 @@ local function pass_cancelled(job, ttl)
   end
 end
 
--- Deliver up to `window` uncommitted ops to the owner's queue; find an owner first if there is none.
+-- Are there chunks of an update out whose optim_step is not? So far the window grows, so that one cycle can take all.
+local function grows(k, committed, released)
+  if released >= committed + MAX_WINDOW then return false end
+  return string.find(R('HGET', k .. ':ops', released) or '', '"lorry.forward', 1, true) ~= nil
+end
+
+-- Deliver up to `window` uncommitted ops to the owner's queue, and whole updates; find an owner first if there is none.
 local function release(job, avoid)
   local k = job_key(job)
   local owner, committed, released, window, model =
@@ -160,7 +169,7 @@ local function release(job, avoid)
     released = committed
   end
   local count = 0
-  while released < committed + window do
+  while released < committed + window or grows(k, committed, released) do
     local envelope = R('HGET', k .. ':ops', released + 1)
     if not envelope or R('HEXISTS', k .. ':cancelled', released + 1) == 1 then break end
     R('LPUSH', P .. 'queue:' .. owner, envelope)
@@ -277,7 +286,7 @@ local function seat(id, avoid)
   local model, envelope = unpack(R('HMGET', k, 'model', 'envelope'))
   local worker = pick_worker(P .. 'workers:seats:' .. model, avoid)
   if not worker then
-    R('ZADD', P .. 'waiting:' .. model, 'NX', now_ms(), id)
+    R('ZADD', P .. 'waiting:' .. model, 'NX', now_us(), id)
     return false
   end
   R('ZREM', P .. 'waiting:' .. model, id)

@@ -24,9 +24,22 @@ jobs_app = typer.Typer(help="Show the jobs of a server.", no_args_is_help=True)
 
 
 def workers(url: URL = None) -> None:
-    """Show every live worker: model, lease, slots, load, cycle, version."""
+    """Show every live worker: model, lease, slots, load, what its last cycles held and took, version."""
     mailbox = _mailbox(url)
-    table = Table("worker", "model", "host", "lease", "jobs", "free slots", "requests", "queue", "cycle", "version", "")
+    table = Table(
+        "worker",
+        "model",
+        "host",
+        "lease",
+        "jobs",
+        "free slots",
+        "requests",
+        "queue",
+        "cycle",
+        "last cycles",
+        "version",
+        "",
+    )
     for name in mailbox.live_workers():
         record = mailbox.worker_record(name)
         if not record:
@@ -43,10 +56,22 @@ def workers(url: URL = None) -> None:
             f"{info.get('requests', 0)}",
             f"{mailbox.queue_length(name)}",
             f"{info.get('cycle', 0)}",
+            _recent(info.get("recent") or {}),
             info["version"],
             "leaving" if "drain" in record else "",
         )
     console.print(table if table.row_count else "No worker has a live lease. Start one: lorry worker --model NAME")
+
+
+def _recent(cycles: dict[str, float]) -> str:
+    """Means over the worker's last cycles."""
+    if not cycles:
+        return ""
+    busy = cycles["train_ms"] + cycles["step_ms"] + cycles["other_ms"]
+    return (
+        f"{cycles['jobs']:.1f} jobs, {cycles['tokens']:.0f} tokens in {busy:.0f} ms; "
+        f"{cycles['tokens_per_second']:.0f} tokens/s, {cycles['idle']:.0%} idle"
+    )
 
 
 def drain(
