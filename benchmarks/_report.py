@@ -34,14 +34,19 @@ def median(values: Sequence[float]) -> float:
 
 def report(title: str, rows: Sequence[tuple[str, ...]], figures: dict[str, float], path: Path | None) -> None:
     """The table, then one line of JSON. The first of `rows` is the header."""
+    show(title, rows)
+    line = json.dumps({key: round(value, 4) for key, value in figures.items()})
+    print(line)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line + "\n")
+
+
+def show(title: str, rows: Sequence[tuple[str, ...]]) -> None:
+    """A table; the first of `rows` is the header."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(rows[0]):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows[1:]:
         table.add_row(*row)
     Console(width=110).print(table)
-    line = json.dumps({key: round(value, 4) for key, value in figures.items()})
-    print(line)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(line + "\n")
