@@ -27,7 +27,7 @@ from lorry_jobs.errors import (
     WaitTimeout,
 )
 
-from . import types
+from . import data, types
 from .futures import APIFuture, APIFutureResult, Submission
 from .local import local
 from .sampling_client import SamplingClient
@@ -78,6 +78,7 @@ __all__ = [
     "UnknownModel",
     "UserError",
     "WaitTimeout",
+    "data",
     "errors",
     "local",
     "types",
