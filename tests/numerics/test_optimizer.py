@@ -72,3 +72,32 @@ def test_a_gradient_that_is_not_finite_is_refused_alone(value):
         assert torch.equal(states[i].exp_avg_sq, theirs[i].exp_avg_sq)
     assert [state.step for state in states] == [1, 0, 1]
     assert take_steps([], [], [], []) == []
+
+
+def test_every_parameter_may_change_at_every_step():
+    random = torch.Generator().manual_seed(2)
+    mine = torch.randn(301, generator=random)
+    theirs = torch.nn.Parameter(mine.clone())
+    state, optimizer = AdamState.zeros_like(mine), torch.optim.AdamW([theirs])
+    for step in range(50):
+        a, b, c, d, e, f = torch.rand(6, generator=random, dtype=torch.float64).tolist()
+        params = AdamParams(
+            learning_rate=0.01 * a,
+            beta1=0.95 * b,
+            beta2=0.9 + 0.0999 * c,
+            eps=10 ** (-9 + 5 * d),
+            weight_decay=0.3 * e,
+            grad_clip_norm=30 * f if step % 3 else 0.0,  # the norm is about 17
+        )
+        theirs.grad = torch.randn(301, generator=random)
+        [taken] = take_steps([mine], [theirs.grad.clone()], [state], [params])
+        norm = torch.nn.utils.clip_grad_norm_([theirs], params.grad_clip_norm or float("inf"))
+        optimizer.param_groups[0].update(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        optimizer.step()
+        assert taken.grad_norm == pytest.approx(norm.item())
+        torch.testing.assert_close(mine, theirs.data, rtol=1e-6, atol=1e-6)
