@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,12 +74,3 @@ def ragged(vocabulary: int, seed: int = 0) -> Case:
     lengths.flat[random.choice(lengths.size, 2, replace=False)] = RAGGED_LENGTHS
     batches = [[random.integers(0, vocabulary, length + 1) for length in own] for own in lengths]
     return Case(batches, tuple(int(rank) for rank in random.permutation(RAGGED_RANKS)))
-
-
-def united_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of (start, end) went on; they may overlap and come in any order."""
-    total, covered = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, covered))
-        covered = max(covered, end)
-    return total

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for the tiny models of 
 import lorry
 from benchmarks import _peak_memory
 from benchmarks._bare import BareLoop, twin
-from benchmarks._cases import Case, ragged, rectangular, united_seconds
+from benchmarks._cases import Case, ragged, rectangular
 from benchmarks._matrix import adapter_flops, base_flops, matrix_rate, product_parameters, utilisation
 from benchmarks._report import in_turn, median, options, report, show
 from lorry.stack import Stack, StackSettings
 from lorry.stack.programs import worker_specs
+from lorry_jobs import ops
 from lorry_jobs.mailbox import Mailbox
 from lorry_jobs.paths import models_dir
 from tests.tiny_models import make_tiny_qwen3
@@ -57,7 +58,7 @@ GOALS: dict[str, tuple[str, float | None, float | None]] = {
     "one_masked": ("the same, half of it masked", 1.15, None),
     "eight_64": ("eight jobs, 1 × 64", 1.8, 3.0),
     "eight_16": ("eight jobs, 1 × 16", 3.0, 4.0),
-    "eight_ragged": ("eight jobs, 2 × 16 to 256, ranks 4 to 64", 1.6, None),
+    "eight_ragged": ("eight, 2 × 16 to 256, ranks 4 to 64", 1.6, None),
 }
 UTILISATION_GOAL = 0.7  # of the case "one" in fp32
 KEYS_BF16 = ("one", "eight_64", "eight_16")
@@ -92,24 +93,27 @@ SMOLLM2 = Plan(
 
 @dataclass
 class Turn:
-    """One turn of a worker: its time, the cycles it took, and for how much of the time the engine was at work."""
+    """One turn of a worker: its time, the cycles it took, and which share of the time went into the batches of these
+    cycles and into their optimizer steps."""
 
     seconds: float
     cycles: int
-    busy: float
+    train: float
+    step: float
 
 
 @dataclass
 class Found:
     """Medians. By case: seconds per update of the bare loop; by dtype and case: the same of the service, updates per
-    cycle, and the engine's share of the time; by dtype: every matrix rate measured, and tokens/s by number of jobs."""
+    cycle, and the shares of batches and steps; by dtype: every matrix rate measured, and tokens/s by number of jobs."""
 
     parameters: int
     adapters: dict[str, int] = field(default_factory=dict)  # flops of all jobs' adapters in an update
     bare: dict[str, float] = field(default_factory=dict)
     service: dict[tuple[str, str], float] = field(default_factory=dict)
     updates_per_cycle: dict[tuple[str, str], float] = field(default_factory=dict)
-    busy: dict[tuple[str, str], float] = field(default_factory=dict)
+    train: dict[tuple[str, str], float] = field(default_factory=dict)
+    step: dict[tuple[str, str], float] = field(default_factory=dict)
     rates: dict[str, list[float]] = field(default_factory=lambda: {dtype: [] for dtype in DTYPES})
     by_jobs: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -180,13 +184,7 @@ def measure(plan: Plan, model: Path, cases: dict[str, Case]) -> Found:
             for name, case in cases.items():
                 found.adapters[name] = bare.adapter_flops(case)
                 _measure_case(name, case, plan, bare, workers, found)
-            for dtype, jobs in workers.items():
-                for count in plan.jobs:
-                    case = rectangular(count, 1, 64, base.config.vocab_size)
-                    jobs.train(case, 1)
-                    turns = [jobs.train(case, plan.updates_by_jobs) for _ in range(plan.rounds)]
-                    seconds = median([turn.seconds for turn in turns])
-                    found.by_jobs[dtype, count] = case.tokens * plan.updates_by_jobs / seconds
+            _measure_numbers_of_jobs(plan, base.config.vocab_size, workers, found)
         service.close()
     return found
 
@@ -218,8 +216,22 @@ def _measure_case(
     for dtype in DTYPES:
         found.service[dtype, name] = median(times[dtype])
         found.rates[dtype] += times[f"rate {dtype}"]
-        found.busy[dtype, name] = median([t.busy for t in turns[dtype]])
+        found.train[dtype, name] = median([t.train for t in turns[dtype]])
+        found.step[dtype, name] = median([t.step for t in turns[dtype]])
         found.updates_per_cycle[dtype, name] = median([updates * len(case.batches) / t.cycles for t in turns[dtype]])
+
+
+def _measure_numbers_of_jobs(plan: Plan, vocabulary: int, workers: dict[str, Jobs], found: Found) -> None:
+    cases = {(dtype, count): rectangular(count, 1, 64, vocabulary) for dtype in workers for count in plan.jobs}
+    contenders: dict[str, Callable[[], float]] = {}
+    for (dtype, count), case in cases.items():
+        workers[dtype].train(case, 1)
+        contenders[f"{dtype} {count}"] = lambda jobs=workers[dtype], case=case: (
+            jobs.train(case, plan.updates_by_jobs).seconds
+        )
+    times = in_turn(plan.rounds, contenders)
+    for (dtype, count), case in cases.items():
+        found.by_jobs[dtype, count] = case.tokens * plan.updates_by_jobs / median(times[f"{dtype} {count}"])
 
 
 def start(name: str, model: Path, *, slots: int) -> Stack:
@@ -297,19 +309,28 @@ class Jobs:
         while waiting:
             finish_one()
         seconds = time.perf_counter() - started
-        return Turn(seconds, len(cycles), self._busy_seconds(clients, cycles) / seconds)
-
-    def _busy_seconds(self, clients: Sequence[lorry.TrainingClient], cycles: set[int]) -> float:
-        """For how long the engine was at work in these cycles, by the ledgers of their ops."""
-        ops = [op for client in clients for op in self.mailbox.ledger(client.model_id).values()]
-        own = [(op["started"], op["started"] + op["milliseconds"]) for op in ops if op.get("cycle") in cycles]
-        return united_seconds(own) / 1000
+        ledgers = [self.mailbox.ledger(client.model_id).values() for client in clients]
+        phases = phase_seconds(op for ledger in ledgers for op in ledger if op.get("cycle") in cycles)
+        return Turn(seconds, len(cycles), phases[ops.FORWARD_BACKWARD] / seconds, phases[ops.OPTIM_STEP] / seconds)
 
     def _client(self, job: int, rank: int) -> lorry.TrainingClient:
         if (job, rank) not in self._clients:
             client = self.service.create_lora_training_client(self.model, rank=rank, train_unembed=False)
             self._clients[job, rank] = client
         return self._clients[job, rank]
+
+
+def phase_seconds(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by kind of op, from lines of ledgers: in a cycle, ops of a kind run together, and each of them has the
+    time that all took."""
+    longest: dict[tuple[str, int], float] = {}
+    for entry in entries:
+        key = (entry["op"], entry["cycle"])
+        longest[key] = max(longest.get(key, 0.0), entry["milliseconds"] / 1000)
+    seconds = {ops.FORWARD_BACKWARD: 0.0, ops.OPTIM_STEP: 0.0}
+    for (op, _), value in longest.items():
+        seconds[op] = seconds.get(op, 0.0) + value
+    return seconds
 
 
 def memory(folder: Path, sizes: Sequence[int]) -> tuple[list[tuple[str, ...]], float]:
@@ -351,18 +372,19 @@ def throughput_rows(found: Found, cases: dict[str, Case]) -> list[tuple[str, ...
 
 
 def limit_rows(found: Found, cases: dict[str, Case]) -> list[tuple[str, ...]]:
-    """Where the time goes. The base's products (this is the utilisation) and the adapters' are what they would take
-    at the matrix rate; the rest of the engine's time are smaller and slower products, attention, softmax, what is
-    done element by element, and the optimizer. Outside of the engine, it waits: for the service, or for ops."""
-    rows: list[tuple[str, ...]] = [("", "base type", "updates/cycle", "base", "adapters", "rest", "waits")]
+    """Where the time goes. `base` (which is the utilisation) and `adapters` are what their products would take at the
+    matrix rate. `rest`: what the batches took beyond that, for smaller and slower products, attention, softmax, and
+    all that is done element by element. `step`: AdamW. `waits`: between the phases of cycles, for ops or commits."""
+    rows: list[tuple[str, ...]] = [("", "base type", "updates/cycle", "base", "adapters", "rest", "step", "waits")]
     for name, (label, *_) in GOALS.items():
         for dtype in DTYPES:
             base = mfu(found, cases, dtype, name)
-            adapters = utilisation(found.adapters[name], found.service[dtype, name], median(found.rates[dtype]))
-            busy = found.busy[dtype, name]
-            shares = (base, adapters, max(0.0, busy - base - adapters), max(0.0, 1 - busy))
-            cycles = f"{found.updates_per_cycle[dtype, name]:.1f}"
-            rows.append((label, dtype, cycles, *(f"{share:.0%}" for share in shares)))
+            rate = median(found.rates[dtype])
+            adapters = utilisation(found.adapters[name], found.service[dtype, name], rate)
+            train, step = found.train[dtype, name], found.step[dtype, name]
+            shares = (base, adapters, train - base - adapters, step, 1 - train - step)
+            updates = f"{found.updates_per_cycle[dtype, name]:.1f}"
+            rows.append((label, dtype, updates, *(f"{max(0.0, share):.0%}" for share in shares)))
     return rows
 
 

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks._bare import IGNORED, BareLoop, twin
-from benchmarks._cases import RAGGED_LENGTHS, RAGGED_RANKS, ragged, rectangular, united_seconds
+from benchmarks._cases import RAGGED_LENGTHS, RAGGED_RANKS, ragged, rectangular
 from benchmarks._matrix import adapter_flops, base_flops, matrix_rate, product_parameters, utilisation
+from benchmarks.train_throughput import phase_seconds
 from lorry_jobs.types import AdamParams, CreateModelRequest, LoraConfig
 from tests.tiny_engine import load_base, make_engine, model_folder
 
@@ -95,6 +96,12 @@ def test_the_bare_loop_and_the_engine_do_the_same_updates(tmp_path):
         assert all(torch.equal(p, frozen[name]) for name, p in base.named_parameters())
 
 
-def test_intervals_that_overlap_count_once():
-    assert united_seconds([]) == 0
-    assert united_seconds([(5, 6), (0, 2), (1, 3), (1, 2), (3, 4)]) == 5
+def test_ops_of_a_cycle_that_ran_together_count_once():
+    def entry(op: str, cycle: int, milliseconds: float) -> dict[str, object]:
+        return {"op": op, "cycle": cycle, "milliseconds": milliseconds}
+
+    together = [entry("forward_backward", 1, 200.0), entry("forward_backward", 1, 200.0), entry("optim_step", 1, 30.0)]
+    later = [entry("forward_backward", 2, 100.0), entry("optim_step", 2, 10.0), entry("optim_step", 2, 10.0)]
+    found = phase_seconds([*together, *later])
+    assert found == pytest.approx({"forward_backward": 0.3, "optim_step": 0.04})
+    assert phase_seconds([]) == {"forward_backward": 0, "optim_step": 0}

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import gpu
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    return gpu.main()
 
 
-def test_all_of_it_runs_on_a_tiny_model(tmp_path):
-    found = run("--tiny", "--device", "cpu", "--json", str(tmp_path / "gpu.json"))
-    assert found.returncode == 0, found.stderr
+def test_all_of_it_runs_on_a_tiny_model(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "--tiny", "--device", "cpu", "--json", str(tmp_path / "gpu.json")) == 0
     figures = json.loads((tmp_path / "gpu.json").read_text())
-    assert json.loads(found.stdout.splitlines()[-1]) == figures
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures
     for case in ("one", "eight", "eight_short"):
         assert figures[f"tiny_{case}_tokens_s"] > 0
         assert figures[f"tiny_{case}_ratio"] > 0
@@ -31,8 +28,8 @@ def test_all_of_it_runs_on_a_tiny_model(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(("options", "status"), [((), 0), (("--device", "cuda"), 2)])
-def test_without_a_cuda_device_it_says_so(options, status):
-    found = run(*options)
-    assert found.returncode == status
-    assert "No CUDA device here: nothing was measured" in found.stderr
-    assert not found.stdout
+def test_without_a_cuda_device_it_says_so(monkeypatch, capsys, options, status):
+    assert run(monkeypatch, *options) == status
+    said = capsys.readouterr()
+    assert "No CUDA device here: nothing was measured" in said.err
+    assert not said.out
