@@ -68,6 +68,8 @@ async def sweep(options: argparse.Namespace, console: Console) -> list[Run]:
         )
     )
     data = lorry.data.load_jsonl(options.data, service.get_tokenizer(options.model), max_length=options.max_length)
+    if not 0 < options.held_out < len(data):
+        sys.exit(f"--held-out must leave rows on both sides: 1 to {len(data) - 1}")
     training, held_out = data[: -options.held_out], data[-options.held_out :]
     batches = list(islice(lorry.data.batches(training, options.batch_size, seed=0, epochs=None), options.steps))
 
@@ -102,6 +104,8 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=512, help="tokens; longer rows lose their end")
     parser.add_argument("--output", type=Path, default=Path("sweep-output"), help="folder of the plot")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
     console = Console(highlight=False)
 
     runs = asyncio.run(sweep(options, console))

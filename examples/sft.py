@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--name", default="radio", help="of the checkpoint")
     parser.add_argument("--question", default=QUESTION, help="is asked before and after")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
     console = Console(highlight=False)
 
     service = lorry.ServiceClient()
@@ -50,6 +52,8 @@ def main() -> None:
 
     data = lorry.data.load_jsonl(options.data, tokenizer, max_length=options.max_length)
     say(console, str(data.report))
+    if not 0 < options.held_out < len(data):
+        sys.exit(f"--held-out must leave rows on both sides: 1 to {len(data) - 1}")
     training, held_out = data[: -options.held_out], data[-options.held_out :]
 
     # Calls return at once, and the server keeps their order: this is the loss before the first step.
