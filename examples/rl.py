@@ -54,7 +54,7 @@ class Question:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Teach SmolLM2-135M to answer sums, by reward alone.")
-    parser.add_argument("--base-model", default="smollm2")
+    parser.add_argument("--model", default="smollm2", help="a base model that the server serves")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--groups", type=int, default=8, help="questions per step")
     parser.add_argument("--samples", type=int, default=8, help="answers per question")
@@ -63,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
 
     service = lorry.ServiceClient()
-    trainer = service.create_lora_training_client(options.base_model, rank=16, seed=0)
+    trainer = service.create_lora_training_client(options.model, rank=16, seed=0)
     tokenizer = trainer.get_tokenizer()
     adam = lorry.AdamParams(learning_rate=options.learning_rate)
 

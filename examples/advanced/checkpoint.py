@@ -122,12 +122,12 @@ def publish(client: lorry.TrainingClient, hub_id: str | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Checkpoints, from the first save to the last delete.")
-    parser.add_argument("--base-model", default="smollm2")
+    parser.add_argument("--model", default="smollm2", help="a base model that the server serves")
     parser.add_argument("--hub-id", help="publish the adapter as this private repository, user/repository")
     options = parser.parse_args()
 
     service = lorry.ServiceClient()
-    client = service.create_lora_training_client(options.base_model, rank=16, seed=0)
+    client = service.create_lora_training_client(options.model, rank=16, seed=0)
     tokenizer = client.get_tokenizer()
     batches = []
     for step in range(STEPS):

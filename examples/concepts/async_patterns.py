@@ -188,11 +188,11 @@ async def survive_a_failure(client: lorry.TrainingClient, batch: list[lorry.Datu
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description="The async patterns, one after the other.")
-    parser.add_argument("--base-model", default="smollm2")
+    parser.add_argument("--model", default="smollm2", help="a base model that the server serves")
     options = parser.parse_args()
 
     service = lorry.ServiceClient()
-    client = await service.create_lora_training_client_async(base_model=options.base_model, rank=16, seed=0)
+    client = await service.create_lora_training_client_async(base_model=options.model, rank=16, seed=0)
     tokenizer = client.get_tokenizer()
     batches = []
     for text in TEXTS:
