@@ -7,8 +7,10 @@ gives the plain value, which is not awaitable, so that code that awaits "until i
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Generator
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -37,6 +39,7 @@ class _Settled:
 
 
 _view_classes: dict[type, Any] = {}
+_sharing = threading.Lock()
 
 
 def _view_class(cls: type) -> Any:
@@ -49,8 +52,8 @@ def _view_class(cls: type) -> Any:
 
 
 def settle(value: V) -> V:
-    """`value` itself where a view cannot be made (None, numbers, strings)."""
-    if isinstance(value, _Settled) or value is None or isinstance(value, int | float | str):
+    """`value` itself where a view cannot be made (None, numbers, strings, paths)."""
+    if isinstance(value, _Settled | int | float | str | PurePath) or value is None:
         return value
     view: Any
     if isinstance(value, BaseModel):
@@ -61,6 +64,11 @@ def settle(value: V) -> V:
         view._plain = value
     else:
         view = object.__new__(_view_class(type(value)))
-        view.__dict__ = value.__dict__  # one state, two faces
-        object.__setattr__(view, "_plain", value)
+        with _sharing:
+            if "_plain" not in vars(value):
+                # From Python 3.13 on an object keeps its attributes in itself, and the garbage collector does not
+                # see that whoever shares its __dict__ holds them, too: it would empty them. A copy is a dict like any.
+                value.__dict__ = dict(vars(value))
+                object.__setattr__(value, "_plain", value)
+            view.__dict__ = value.__dict__  # one state, two faces
     return view  # type: ignore[no-any-return]

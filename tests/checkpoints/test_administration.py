@@ -151,7 +151,15 @@ def test_download(client: lorry.TrainingClient, own: Stack, tmp_path: Path) -> N
         assert weights == (source / "adapter_model.safetensors").read_bytes()
     with pytest.raises(lorry.UserError, match="exists already"):
         client.download_checkpoint("whole", tmp_path / "folder")
-    assert sorted(os.listdir(tmp_path)) == ["a.tar", "b.tar.gz", "folder"]
+
+    async def by_await() -> list[Path]:
+        return [
+            await client.download_checkpoint_async("whole", tmp_path / "c.tgz"),
+            await client.export_checkpoint_async("whole", tmp_path / "adapter"),
+        ]
+
+    assert asyncio.run(by_await()) == [tmp_path / "c.tgz", tmp_path / "adapter"]
+    assert sorted(os.listdir(tmp_path)) == ["a.tar", "adapter", "b.tar.gz", "c.tgz", "folder"]
 
 
 def test_a_damaged_file_is_not_handed_out(client: lorry.TrainingClient, own: Stack, tmp_path: Path) -> None:

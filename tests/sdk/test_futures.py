@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -453,8 +454,37 @@ def test_clients_of_one_level_bear_one_more_result(service: lorry.ServiceClient,
     asyncio.run(main())
 
 
-def test_numbers_and_strings_settle_as_they_are() -> None:
-    for value in (1, 2.5, "text", None, True):
+class _Client:
+    def __init__(self) -> None:
+        self.info = _Info()
+        self.calls = 0
+
+
+class _Info:
+    def __init__(self) -> None:
+        self.itself = self  # only the garbage collector can end it
+        self.name = "a name"
+
+
+def test_a_settled_client_is_one_state_that_the_garbage_collector_leaves_alone() -> None:
+    """Python 3.13's collector emptied what was still in use."""
+    plain = _Client()
+    one, other = settle(plain), settle(plain)
+    one.calls += 1
+    other.calls += 1
+    assert (plain.calls, one.calls, other.calls) == (2, 2, 2)
+    assert one == other == plain
+    del plain
+    gc.collect()
+    assert one.info.name == other.info.name == "a name"
+    del other
+    gc.collect()
+    assert one.info.name == "a name"
+    assert one.calls == 2
+
+
+def test_numbers_strings_and_paths_settle_as_they_are() -> None:
+    for value in (1, 2.5, "text", None, True, Path("a")):
         assert settle(value) is value
 
 
