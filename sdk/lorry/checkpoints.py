@@ -190,6 +190,12 @@ class Checkpoints:
 
     def fetch_files(self, found: CheckpointMetadata, folder: Path, only: tuple[str, ...] | None = None) -> None:
         """Its files, each checked against its sha256, and without `only` its manifest, too."""
+        missing = [name for name in only or () if name not in found.files]
+        if missing or not found.files:
+            raise ServiceError(
+                f"the index names no {' and no '.join(missing) or 'file'} of {found.path}; nothing was written. "
+                "`lorry checkpoints reindex` makes the index anew from the store"
+            )
         files = {name: entry for name, entry in found.files.items() if only is None or name in only}
         self._fetch_all(found, folder, files, None)
         if only is None:
