@@ -8,6 +8,7 @@ job's chain at the call, so what is submitted after it runs after both.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,14 @@ class CustomPass:
         )
         wrapped.__cause__ = error
         return wrapped
+
+
+def require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            "forward_backward_custom computes your loss with torch in this process, and torch is not installed here: "
+            "pip install torch. Nothing was submitted"
+        )
 
 
 def targets_only(data: Sequence[Datum]) -> list[Datum]:

@@ -29,7 +29,7 @@ from .background import at_once
 from .check import check_batch
 from .checkpoint_methods import CheckpointMethods
 from .checkpoints import Checkpoints
-from .custom_loss import CustomLoss, CustomPass, targets_only
+from .custom_loss import CustomLoss, CustomPass, require_torch, targets_only
 from .futures import APIFuture, Submission
 from .process import ClientProcess
 from .sampling_client import SamplingClient, note_unused
@@ -112,6 +112,7 @@ class TrainingClient(CheckpointMethods):
         """
         if loss_type_input != "logprobs":
             raise UserError(f"loss_type_input can only be 'logprobs', got {loss_type_input!r}")
+        require_torch()
         rows = check_batch(data, "cross_entropy", self._model, ops.FORWARD_BACKWARD)
         with self._lock:
             forward = self._batch(ops.FORWARD, targets_only(rows), "cross_entropy", None)
