@@ -123,6 +123,7 @@ class Head:
             losses[rows], coefficients = terms(logprobs[rows], rows)
             chosen = None if active is None or active[rows].all() else np.flatnonzero(active[rows])
             if chosen is not None and len(chosen) == 0:
+                del log_p
                 continue
             if gradient is None:
                 gradient = torch.zeros_like(hidden)
@@ -134,6 +135,7 @@ class Head:
                 places = [(low, _among(chosen, low.within(rows))) for low in low_ranks]
                 part = self._gradient(h[index], t[index], log_p[index], coefficients[index], places)
                 gradient[rows].index_copy_(0, index, part)
+            del log_p  # before the next chunk's are made: they are the largest tensors of a pass
         return HeadGradient(logprobs, losses, gradient)
 
     def _gradient(
