@@ -69,8 +69,12 @@ class SamplingClient:
         sampling_params: SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
+        return_text: bool = True,
     ) -> APIFuture[SampleResponse]:
-        """Sample `num_samples` continuations. Requests of one client may run in any order and at the same time."""
+        """Sample `num_samples` continuations. Requests of one client may run in any order and at the same time.
+
+        `return_text` is PyTRIO's; here each sequence has its `text` whatever it says.
+        """
         if not isinstance(prompt, ModelInput):
             prompt = ModelInput.from_ints(prompt)
         if sampling_params is None:
@@ -101,9 +105,12 @@ class SamplingClient:
         sampling_params: SamplingParams | None = None,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
+        return_text: bool = True,
     ) -> Submission[SampleResponse]:
         """One await gives the response; a second one does no harm."""
-        future = self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs)
+        future = self.sample(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, return_text
+        )
         return Submission(future, levels=1)
 
     def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
