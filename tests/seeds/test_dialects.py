@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -433,21 +434,22 @@ def test_extra_unknown_arguments_are_named(fresh: lorry.TrainingClient, service:
 
 def test_extra_bare_names(stack: Stack) -> None:
     """In one's own job first, then in one's session, then anywhere; never a guess."""
+    shared, single = (f"{name}-{uuid.uuid4().hex[:8]}" for name in ("shared", "single"))
     one, two = (lorry.ServiceClient(base_url=stack.url) for _ in range(2))
     a, b = (one.create_lora_training_client(QWEN_SMALL, rank=2) for _ in range(2))
     for each in (a, b):
-        each.save_state("shared-name").result(60)
-    a.save_state("only-once").result(60)
-    assert b.get_checkpoint_metadata("shared-name").job == b.model_id
-    with pytest.raises(lorry.UserError, match=f"2 jobs.*{a.model_id}/weights/shared-name.*{b.model_id}"):
-        one.create_lora_training_client_from_state(checkpoint_state="shared-name")
-    assert two.get_checkpoint_metadata("only-once").job == a.model_id
+        each.save_state(shared).result(60)
+    a.save_state(single).result(60)
+    assert b.get_checkpoint_metadata(shared).job == b.model_id
+    with pytest.raises(lorry.UserError, match=f"2 jobs.*{a.model_id}/weights/{shared}.*{b.model_id}"):
+        one.create_lora_training_client_from_state(checkpoint_state=shared)
+    assert two.get_checkpoint_metadata(single).job == a.model_id
     with pytest.raises(lorry.CheckpointNotFound, match="no checkpoint 'never-saved'"):
         two.create_sampling_client_from_checkpoint(checkpoint_name="never-saved")
     c = two.create_lora_training_client(QWEN_SMALL, rank=2)
-    c.save_state("only-once").result(60)
-    assert two.get_checkpoint_metadata("only-once").job == c.model_id
-    assert one.get_checkpoint_metadata("only-once").job == a.model_id
+    c.save_state(single).result(60)
+    assert two.get_checkpoint_metadata(single).job == c.model_id
+    assert one.get_checkpoint_metadata(single).job == a.model_id
 
 
 def test_extra_logprobs_and_weights_are_tensors(client: lorry.TrainingClient) -> None:
