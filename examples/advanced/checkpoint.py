@@ -9,7 +9,7 @@ Both are ops of the chain: they save the state after all calls before them. Wher
 bare name will do, or its path (`lorry://JOB/weights/NAME`), which names one of any job.
 
 Start a server in another terminal, `lorry up --model smollm2`, then run `python examples/advanced/checkpoint.py`. It
-takes about a minute on two cores, and deletes what it saved.
+takes about half a minute on two cores, and deletes what it saved.
 """
 
 from __future__ import annotations

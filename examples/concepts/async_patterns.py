@@ -9,7 +9,7 @@ Three rules carry all of it:
   cycle begins. Each result says which `cycle` it was.
 
 Start a server in another terminal, `lorry up --model smollm2`, then run `python examples/concepts/async_patterns.py`.
-It takes about a minute on two cores.
+It takes about half a minute on two cores.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ async def gather_a_large_batch(client: lorry.TrainingClient, batches: Batches) -
     """
     futures = [client.forward_backward_async(batch, "cross_entropy") for batch in batches]
     step = client.optim_step_async(ADAM)
-    results = await asyncio.gather(*futures)
+    results: list[lorry.ForwardBackwardOutput] = await asyncio.gather(*futures)
     print("losses", " ".join(f"{result.loss:.4f}" for result in results))
     print(f"one step, gradient norm {(await step.result_async()).metrics['grad_norm']:.2f}")
 
