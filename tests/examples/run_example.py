@@ -32,7 +32,8 @@ def command(name: str, *options: str) -> list[str]:
 
 
 def environment(stack: Stack, folder: Path) -> dict[str, str]:
-    return {**os.environ, "LORRY_URL": stack.url, "LORRY_HOME": str(folder / "home")}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("LORRY_")}
+    return own | {"LORRY_URL": stack.url, "LORRY_HOME": str(folder / "home"), "COLUMNS": "200"}
 
 
 def sections(output: str) -> dict[str, str]:

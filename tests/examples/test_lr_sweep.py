@@ -9,10 +9,8 @@ import pytest
 
 import lorry
 from lorry.stack import Stack
-from lorry_jobs.paths import models_dir
-from lorry_workers.fetch import fetch_model
 from tests.conftest import StackMaker
-from tests.examples.running import run_example
+from tests.examples.run_example import run_example
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -30,12 +28,10 @@ def test_a_sweep_on_a_tiny_model_outlives_a_rate_that_diverges(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_sweep_on_smollm2(make_stack: StackMaker, tmp_path: Path) -> None:
-    folder = fetch_model("smollm2", models_dir()).folder
-    stack = make_stack(models=[f"smollm2={folder}"])
+def test_a_sweep_on_smollm2(smollm2_stack: Stack, tmp_path: Path) -> None:
     options = ("--steps", "4", "--batch-size", "4", "--learning-rates", "1e-5", "1e-3")
-    text = run_example("lr_sweep.py", *options, stack=stack, folder=tmp_path, timeout=900)
-    slow, fast = check(text, tmp_path, stack)
+    text = run_example("lr_sweep.py", *options, stack=smollm2_stack, folder=tmp_path, timeout=900)
+    slow, fast = check(text, tmp_path, smollm2_stack)
     assert [slow[-1], fast[-1]] == ["", "best"]
     assert float(fast[4]) < float(slow[4]) - 0.1
 

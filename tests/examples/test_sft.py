@@ -9,10 +9,8 @@ import pytest
 
 import lorry
 from lorry.stack import Stack
-from lorry_jobs.paths import models_dir
-from lorry_workers.fetch import fetch_model
 from tests.conftest import StackMaker
-from tests.examples.running import EXAMPLES, run_example
+from tests.examples.run_example import EXAMPLES, run_example
 
 
 def test_sft_on_a_tiny_model(make_stack: StackMaker, tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -24,11 +22,9 @@ def test_sft_on_a_tiny_model(make_stack: StackMaker, tiny_qwen3: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_sft_teaches_smollm2_the_manner(make_stack: StackMaker, tmp_path: Path) -> None:
-    folder = fetch_model("smollm2", models_dir()).folder
-    stack = make_stack(models=[f"smollm2={folder}"])
-    text = run_example("sft.py", "--steps", "12", stack=stack, folder=tmp_path, timeout=900)
-    check(text, stack)
+def test_sft_teaches_smollm2_the_manner(smollm2_stack: Stack, tmp_path: Path) -> None:
+    text = run_example("sft.py", "--steps", "12", stack=smollm2_stack, folder=tmp_path, timeout=900)
+    check(text, smollm2_stack)
     before, after = (re.findall(rf"^Asked {when}: .*\n  (.*)$", text, re.MULTILINE)[0] for when in ("before", "after"))
     assert "Roger" not in before
     assert after.startswith("Roger. ")
