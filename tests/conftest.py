@@ -10,7 +10,6 @@ import pytest
 import lorry
 from lorry.stack import RedisServer, Stack, StackSettings
 from lorry.stack.programs import free_port
-from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 
 QWEN_SMALL = "Qwen/Qwen3-0.6B"
 QWEN_LARGE = "Qwen/Qwen3-4B-Instruct-2507"
@@ -18,11 +17,15 @@ QWEN_LARGE = "Qwen/Qwen3-4B-Instruct-2507"
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny_models import make_tiny_qwen3  # here, so that tests of the SDK run without torch
+
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny_models import make_tiny_llama
+
     return make_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
