@@ -19,10 +19,10 @@ def make_low_rank(start: int, stop: int, rank: int, scaling: float) -> LowRank:
     return LowRank(start, stop, a, b, scaling, torch.zeros_like(a), torch.zeros_like(b))
 
 
-def make(chunk_rows: int, bias: bool = False):
+def make(chunk_rows: int, bias: bool = False, tile: int | None = None):
     torch.manual_seed(0)
     linear = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=torch.float64).requires_grad_(False)
-    return linear, Head(linear, "lm_head", chunk_elements=chunk_rows * VOCAB)
+    return linear, Head(linear, "lm_head", chunk_elements=chunk_rows * VOCAB, tile=tile)
 
 
 def quadratic(logprobs, weights):
@@ -33,8 +33,9 @@ def quadratic(logprobs, weights):
 @pytest.mark.parametrize("chunk_rows", [1, 7, 37, 1000])
 @pytest.mark.parametrize("columns", [1, 4])
 @pytest.mark.parametrize("adapters", [0, 1, 3])
-def test_gradients_are_those_of_autograd(chunk_rows, columns, adapters):
-    linear, head = make(chunk_rows, bias=columns == 4)
+@pytest.mark.parametrize("tile", [None, 10])
+def test_gradients_are_those_of_autograd(chunk_rows, columns, adapters, tile):
+    linear, head = make(chunk_rows, bias=columns == 4, tile=tile)
     hidden = torch.randn(N, HIDDEN, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, VOCAB, (N, columns))
     weights = torch.randn(N, columns, dtype=torch.float64)
@@ -83,8 +84,8 @@ class Sizes(TorchDispatchMode):
             # Not the transposed view of the weight: only what has memory of its own.
             if not result._is_view():
                 self.largest = max(self.largest, result.numel())
-            if func is torch.ops.aten.mm.default:
-                self.vocabulary_products += VOCAB in args[0].shape or VOCAB in args[1].shape
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default):
+                self.vocabulary_products += any(VOCAB in factor.shape for factor in args)
         return result
 
 

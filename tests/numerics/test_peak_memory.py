@@ -108,7 +108,7 @@ def test_no_tensor_of_tokens_times_vocabulary_and_growth_by_the_hidden_size(tmp_
         held(tmp_path, tokens, hidden=hidden, jobs=jobs, loss_fn=loss_fn, unembed=unembed) for tokens in (few, many)
     )
     chunk = CHUNK_ROWS * VOCABULARY * 4  # bytes of the logits that may be held at a time
-    assert small.largest == large.largest == chunk
+    assert max(small.largest, large.largest) <= chunk
     # Per token there are two layers' activations: 34 numbers per unit of the hidden size. The rest is a few chunks.
     growth = (large.highest - small.highest) / (many - few)
     assert 0 < growth < 40 * hidden * 4

@@ -10,6 +10,10 @@ so one pass over a chunk of positions gives its log-probabilities and its gradie
 vocabulary matrix per token, and at most `chunk_elements` logits at a time. Positions that are known to have no
 gradient take no part in the second product.
 
+On a CPU the vocabulary is gone through in tiles, whose logits are used while they are in the cache; the maximum and
+the sum of logsumexp are carried along from tile to tile. A chunk's logits lie in one buffer that is kept: memory of
+that size, when it is asked for anew each time, is paid for page by page.
+
 Positions of several adapters may follow one another; each `LowRank` says which are its own.
 """
 
@@ -29,6 +33,9 @@ from .adapter import Adapter
 
 TermsOfRows = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(log-probabilities (c, K), rows) -> (losses (c, K), coefficients (c, K)) of the chunk `rows`."""
+
+
+TILE_COLUMNS = 2048
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,16 @@ class TopTokens:
 class Head:
     """The output layer. `path` is its name in the base model, under which adapters hold its A and B."""
 
-    def __init__(self, linear: nn.Linear, path: str, chunk_elements: int = 2**24) -> None:
+    def __init__(self, linear: nn.Linear, path: str, chunk_elements: int = 2**24, tile: int | None = None) -> None:
+        """`tile`: how many tokens of the vocabulary are gone through at a time. None: 2048 on a CPU, else all."""
         self.weight = linear.weight  # (V, H)
         self.bias = linear.bias
         self.path = path
-        self.chunk_rows = max(1, chunk_elements // linear.weight.shape[0])
+        vocabulary = linear.weight.shape[0]
+        self.chunk_rows = max(1, chunk_elements // vocabulary)
+        tile = tile or (vocabulary if linear.weight.is_cuda else TILE_COLUMNS)
+        self._tiles = [slice(i, min(i + tile, vocabulary)) for i in range(0, vocabulary, tile)]
+        self._buffer = torch.empty(0)
 
     def everywhere(self, adapter: Adapter | None) -> list[LowRank]:
         """All positions through `adapter`."""
@@ -89,13 +101,15 @@ class Head:
         self, hidden: Tensor, targets: Tensor, low_ranks: Sequence[LowRank] = (), rows: slice = slice(None)
     ) -> Tensor:
         """Log-probabilities (n, K) of `targets` (N, K) after the states `hidden` (N, H); n of them with `rows`."""
-        found = [self._log_softmax(hidden[c], c, low_ranks).gather(1, targets[c]) for c in self._chunks(hidden, rows)]
+        found = [self._scores(hidden[c], targets[c], c, low_ranks).logprobs for c in self._chunks(hidden, rows)]
         return torch.cat(found)
 
     @torch.no_grad()
     def top(self, hidden: Tensor, k: int, low_ranks: Sequence[LowRank] = ()) -> TopTokens:
         """The k most likely next tokens after each of the states `hidden` (n, H)."""
-        found = [self._log_softmax(hidden[rows], rows, low_ranks).topk(k) for rows in self._chunks(hidden)]
+        found = [
+            torch.log_softmax(self._logits(hidden[rows], rows, low_ranks), -1).topk(k) for rows in self._chunks(hidden)
+        ]
         return TopTokens(torch.cat([ids for _, ids in found]), torch.cat([values for values, _ in found]))
 
     @torch.no_grad()
@@ -118,42 +132,103 @@ class Head:
         gradient: Tensor | None = None
         for rows in self._chunks(hidden):
             h, t = hidden[rows], targets[rows]
-            log_p = self._log_softmax(h, rows, low_ranks)  # (c, V)
-            logprobs[rows] = log_p.gather(1, t)
-            losses[rows], coefficients = terms(logprobs[rows], rows)
+            scores = self._scores(h, t, rows, low_ranks, keep=True)
+            logprobs[rows] = scores.logprobs
+            losses[rows], coefficients = terms(scores.logprobs, rows)
             chosen = None if active is None or active[rows].all() else np.flatnonzero(active[rows])
             if chosen is not None and len(chosen) == 0:
-                del log_p
                 continue
             if gradient is None:
                 gradient = torch.zeros_like(hidden)
             if chosen is None:
                 places = [(low, low.within(rows)) for low in low_ranks]
-                gradient[rows] = self._gradient(h, t, log_p, coefficients, places)
+                gradient[rows] = self._gradient(h, t, scores, coefficients, places)
             else:
                 index = torch.from_numpy(chosen).to(hidden.device, non_blocking=True)
                 places = [(low, _among(chosen, low.within(rows))) for low in low_ranks]
-                part = self._gradient(h[index], t[index], log_p[index], coefficients[index], places)
+                part = self._gradient(h[index], t[index], scores, coefficients[index], places, index)
                 gradient[rows].index_copy_(0, index, part)
-            del log_p  # before the next chunk's are made: they are the largest tensors of a pass
         return HeadGradient(logprobs, losses, gradient)
 
+    def _scores(
+        self, h: Tensor, t: Tensor, rows: slice, low_ranks: Sequence[LowRank], *, keep: bool = False
+    ) -> _Scores:
+        """Of the chunk `rows`: the log-probabilities of its targets, and with `keep` all its logits, which are good
+        until the next chunk's are made."""
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        highest = h.new_full((len(h), 1), -torch.inf, dtype=dtype)
+        total, of_targets = torch.zeros_like(highest), h.new_zeros(t.shape, dtype=dtype)
+        products = [
+            (low, place, h[place].to(low.a.dtype) @ low.a.t())
+            for low in low_ranks
+            if (place := low.within(rows)) is not None
+        ]
+        kept = []
+        for columns in self._tiles:
+            z = self._product(h, columns, self._room(len(h), columns, dtype) if keep else None)
+            if self.bias is not None:
+                z += self.bias[columns]
+            for low, place, product in products:
+                z[place].addmm_(product, low.b[columns].t(), alpha=low.scaling)
+            before, highest = highest, torch.maximum(highest, z.amax(1, keepdim=True))
+            total.mul_((before - highest).exp_()).add_((z - highest).exp_().sum(1, keepdim=True))
+            place_in, inside = _in_tile(t, columns)
+            of_targets = torch.where(inside, z.gather(1, place_in), of_targets)
+            if keep:
+                kept.append(z)
+        return _Scores((of_targets - highest) - total.log(), highest, total, kept)
+
+    def _room(self, rows: int, columns: slice, dtype: torch.dtype) -> Tensor | None:
+        """A part of the buffer for the logits (rows, columns), in one piece; None: on a GPU, which keeps its own."""
+        if self.weight.is_cuda:
+            return None
+        if self._buffer.dtype != dtype or self._buffer.numel() < rows * len(self.weight):
+            self._buffer = torch.empty(rows * len(self.weight), dtype=dtype)
+        return self._buffer[rows * columns.start : rows * columns.stop].view(rows, -1)
+
+    def _product(self, h: Tensor, columns: slice, room: Tensor | None) -> Tensor:
+        """h·Wᵀ for these tokens of the vocabulary (c, columns), in at least float32; in `room` if there is any."""
+        weight = self.weight[columns]
+        if room is None:
+            return _wide(h, weight)
+        if room.dtype == h.dtype:
+            return torch.mm(h, weight.t(), out=room)
+        return room.copy_(_wide(h, weight))
+
     def _gradient(
-        self, h: Tensor, t: Tensor, log_p: Tensor, c: Tensor, places: Sequence[tuple[LowRank, slice | None]]
+        self,
+        h: Tensor,
+        t: Tensor,
+        scores: _Scores,
+        c: Tensor,
+        places: Sequence[tuple[LowRank, slice | None]],
+        index: Tensor | None = None,
     ) -> Tensor:
-        """d loss / d h of one chunk. Overwrites `log_p` (c, V)."""
-        g = log_p.exp_().mul_(c.sum(1, keepdim=True).neg_())
-        g.scatter_add_(1, t, c.to(g.dtype))  # G, (c, V)
-        gradient = _wide(g.to(self.weight.dtype), self.weight.t())
-        for low, place in places:
-            if place is None:
-                continue
-            own, states = g[place], h[place].to(low.a.dtype)
-            g_b = own @ low.b  # (p, r)
-            gradient[place].addmm_(g_b, low.a, alpha=low.scaling)
-            if low.grad_a is not None and low.grad_b is not None:
-                low.grad_a.addmm_(g_b.t(), states, alpha=low.scaling)
-                low.grad_b.addmm_(own.t(), states @ low.a.t(), alpha=low.scaling)
+        """d loss / d h of one chunk, or of its positions `index`."""
+        highest, total = scores.highest, scores.total
+        if index is not None:
+            highest, total = highest[index], total[index]
+        share = c.sum(1, keepdim=True).neg_() / total
+        gradient = torch.zeros(h.shape, dtype=scores.highest.dtype, device=h.device)
+        own = [
+            _LowRankGradient(low, place, h[place].to(low.a.dtype) @ low.a.t())
+            for low, place in places
+            if place is not None
+        ]
+        for columns, z in zip(self._tiles, scores.logits, strict=True):
+            chosen = z if index is None else z[index]
+            g = (chosen - highest).exp_().mul_(share)  # G, (c, columns)
+            place_in, inside = _in_tile(t, columns)
+            g.scatter_add_(1, place_in, torch.where(inside, c, 0.0).to(g.dtype))
+            weight = self.weight[columns]
+            if weight.dtype == g.dtype:
+                gradient.addmm_(g, weight)
+            else:
+                gradient.add_(_wide(g.to(weight.dtype), weight.t()))
+            for low_rank in own:
+                low_rank.add(g, columns)
+        for low_rank in own:
+            low_rank.finish(h, gradient)
         return gradient.to(self.weight.dtype)
 
     def _logits(self, hidden: Tensor, rows: slice, low_ranks: Sequence[LowRank]) -> Tensor:
@@ -166,12 +241,48 @@ class Head:
                 logits[place].addmm_(hidden[place].to(low.a.dtype) @ low.a.t(), low.b.t(), alpha=low.scaling)
         return logits
 
-    def _log_softmax(self, hidden: Tensor, rows: slice, low_ranks: Sequence[LowRank]) -> Tensor:
-        return torch.log_softmax(self._logits(hidden, rows, low_ranks), -1)
-
     def _chunks(self, hidden: Tensor, rows: slice = slice(None)) -> Iterator[slice]:
         start, stop, _ = rows.indices(len(hidden))
         return (slice(i, min(i + self.chunk_rows, stop)) for i in range(start, stop, self.chunk_rows))
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Of c positions: log-probabilities of the targets (c, K), the highest logit and Σ exp(logit - highest) (c, 1),
+    and the logits by tile."""
+
+    logprobs: Tensor
+    highest: Tensor
+    total: Tensor
+    logits: list[Tensor]
+
+
+class _LowRankGradient:
+    """What the positions `place` of a chunk give for an adapter on the output layer, summed up tile by tile."""
+
+    def __init__(self, low: LowRank, place: slice, product: Tensor) -> None:
+        """`product`: A·h, (p, r)"""
+        self.low, self.place, self.product = low, place, product
+        self.of_product = torch.zeros_like(product)
+
+    def add(self, g: Tensor, columns: slice) -> None:
+        own = g[self.place]
+        self.of_product.addmm_(own, self.low.b[columns])
+        if self.low.grad_b is not None:
+            self.low.grad_b[columns].addmm_(own.t(), self.product, alpha=self.low.scaling)
+
+    def finish(self, h: Tensor, gradient: Tensor) -> None:
+        gradient[self.place].addmm_(self.of_product, self.low.a, alpha=self.low.scaling)
+        if self.low.grad_a is not None:
+            states = h[self.place].to(self.low.a.dtype)
+            self.low.grad_a.addmm_(self.of_product.t(), states, alpha=self.low.scaling)
+
+
+def _in_tile(t: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(places of the targets among these columns, which of them are there at all), (c, K) both."""
+    places = t - columns.start
+    inside = (places >= 0) & (places < columns.stop - columns.start)
+    return places.where(inside, 0), inside
 
 
 def _among(chosen: NDArray[np.intp], place: slice | None) -> slice | None:
