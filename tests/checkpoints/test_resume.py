@@ -89,6 +89,7 @@ def test_on_the_same_worker(cell: Cell, how: str, unstepped: bool) -> None:
         assert end(cell, RESUMES[how](service, path)) == files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", ["killed", "stopped"])
 def test_on_another_worker(tmp_path: Path, tiny_llama: Path, leaves: str) -> None:
     with Cell(tmp_path, tiny_llama, workers=1) as cell, lorry.ServiceClient(base_url=cell.url) as service:
@@ -101,6 +102,7 @@ def test_on_another_worker(tmp_path: Path, tiny_llama: Path, leaves: str) -> Non
         assert end(cell, resumed) == files
 
 
+@pytest.mark.slow
 def test_after_the_server_was_started_again(tmp_path: Path, tiny_llama: Path) -> None:
     with Cell(tmp_path, tiny_llama, workers=1) as cell, lorry.ServiceClient(base_url=cell.url) as service:
         path, files = never_stopped(cell, service)
@@ -110,6 +112,7 @@ def test_after_the_server_was_started_again(tmp_path: Path, tiny_llama: Path) ->
         assert end(cell, RESUMES["with_optimizer"](service, path)) == files
 
 
+@pytest.mark.slow
 def test_after_redis_lost_everything(tmp_path: Path, tiny_llama: Path) -> None:
     """The store is enough: a new Redis, the index rebuilt from the folders."""
     with Cell(tmp_path, tiny_llama, workers=1) as cell, lorry.ServiceClient(base_url=cell.url) as service:

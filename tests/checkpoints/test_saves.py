@@ -95,6 +95,7 @@ def test_overwritten_while_it_is_sampled_and_downloaded(service: lorry.ServiceCl
     assert logprobs(live) == versions[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
 def test_a_save_whose_worker_died_before_it_could_say_so_is_no_duplicate(
     tmp_path: Path, tiny_llama: Path, kind: str
