@@ -52,7 +52,8 @@ class Clock:
         self._max_tokens = max_tokens
         self._announced = ""
         self._tick_started: float | None = None
-        self._tick_ended = time.monotonic()
+        self._noted = time.monotonic()
+        self._idle = 0.0  # seconds since then without work
         self._stop = threading.Event()
         self._thread = VitalThread(self._run, "lorry-clock")
 
@@ -74,13 +75,14 @@ class Clock:
 
     def _run(self) -> None:
         while not self._stop.is_set():
+            waiting = time.monotonic()
             self._lanes.wait_for_work(IDLE_WAIT_SECONDS)
             self._tick_started = time.monotonic()
+            self._idle += self._tick_started - waiting
             self.tick()
             self._tick_started = None
 
     def tick(self) -> None:
-        started = time.monotonic()
         self._forget_dropped()
         self._adopt()
         runs = self._lanes.take_runs(self._max_tokens)
@@ -88,7 +90,7 @@ class Clock:
         self._sample()
         self._snapshots.take_due(self._lanes)
         if runs:
-            self._note(runs, started, *timed)
+            self._note(runs, *timed)
 
     def _forget_dropped(self) -> None:
         for job in self._lanes.take_dropped():
@@ -156,7 +158,7 @@ class Clock:
             self._snapshots.ran(run.job, delivery.op, delivery.request_bytes, at_once=version is not None)
         return as_commit(run, self._worker, self.cycle)
 
-    def _note(self, runs: list[tuple[Lane, list[Delivery]]], started: float, train: float, step: float) -> None:
+    def _note(self, runs: list[tuple[Lane, list[Delivery]]], train: float, step: float) -> None:
         ended = time.monotonic()
         self.recent.add(
             CycleStats(
@@ -166,11 +168,11 @@ class Clock:
                 tokens=sum(delivery.tokens for _, run in runs for delivery in run),
                 train=train,
                 step=step,
-                other=ended - started - train - step,
-                idle=started - self._tick_ended,
+                other=ended - self._noted - self._idle - train - step,
+                idle=self._idle,
             )
         )
-        self._tick_ended = ended
+        self._noted, self._idle = ended, 0.0
 
     def _announce(self, what: str) -> None:
         """Say which suspect is run next ('': none), so that if this worker dies of it, it is known what it died of."""

@@ -57,7 +57,7 @@ def _goes_on(last: ReadyOp, ready: Sequence[ReadyOp], count: int, max_ops: int) 
 @dataclass(frozen=True)
 class CycleStats:
     """One cycle. Times in seconds: of the batches of all jobs, of their optimizer steps, of everything else (saves,
-    loads, sampling, copies for snapshots), and `idle`, the wait for work before it."""
+    loads, sampling since the cycle before it, copies for snapshots), and `idle`, the wait for work before it."""
 
     cycle: int
     jobs: int

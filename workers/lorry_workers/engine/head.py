@@ -83,7 +83,8 @@ class Head:
         self.path = path
         vocabulary = linear.weight.shape[0]
         self.chunk_rows = max(1, chunk_elements // vocabulary)
-        tile = tile or (vocabulary if linear.weight.is_cuda else TILE_COLUMNS)
+        self._on_cpu = linear.weight.device.type == "cpu"
+        tile = tile or (TILE_COLUMNS if self._on_cpu else vocabulary)
         self._tiles = [slice(i, min(i + tile, vocabulary)) for i in range(0, vocabulary, tile)]
         self._buffer = torch.empty(0)
 
@@ -179,8 +180,9 @@ class Head:
         return _Scores((of_targets - highest) - total.log(), highest, total, kept)
 
     def _room(self, rows: int, columns: slice, dtype: torch.dtype) -> Tensor | None:
-        """A part of the buffer for the logits (rows, columns), in one piece; None: on a GPU, which keeps its own."""
-        if self.weight.is_cuda:
+        """A part of the buffer for the logits (rows, columns), in one piece; None: on a GPU, whose allocator keeps
+        what is freed."""
+        if not self._on_cpu:
             return None
         if self._buffer.dtype != dtype or self._buffer.numel() < rows * len(self.weight):
             self._buffer = torch.empty(rows * len(self.weight), dtype=dtype)
