@@ -26,20 +26,9 @@ jobs_app = typer.Typer(help="Show the jobs of a server.", no_args_is_help=True)
 def workers(url: URL = None) -> None:
     """Show every live worker: model, lease, slots, load, what its last cycles held and took, version."""
     mailbox = _mailbox(url)
-    table = Table(
-        "worker",
-        "model",
-        "host",
-        "lease",
-        "jobs",
-        "free slots",
-        "requests",
-        "queue",
-        "cycle",
-        "last cycles",
-        "version",
-        "",
-    )
+    table = Table("worker", "model", "host", "lease", "jobs", "free slots", "requests", "queue", "cycle", "version", "")
+    table.columns[0].no_wrap = True  # `lorry drain` wants the whole name
+    recent: list[str] = []
     for name in mailbox.live_workers():
         record = mailbox.worker_record(name)
         if not record:
@@ -56,17 +45,18 @@ def workers(url: URL = None) -> None:
             f"{info.get('requests', 0)}",
             f"{mailbox.queue_length(name)}",
             f"{info.get('cycle', 0)}",
-            _recent(info.get("recent") or {}),
             info["version"],
             "leaving" if "drain" in record else "",
         )
+        if cycles := info.get("recent"):
+            recent.append(f"{name}, a cycle of the last {cycles['cycles']:.0f}: {_recent(cycles)}")
     console.print(table if table.row_count else "No worker has a live lease. Start one: lorry worker --model NAME")
+    for line in recent:
+        console.print(line, markup=False)
 
 
 def _recent(cycles: dict[str, float]) -> str:
     """Means over the worker's last cycles."""
-    if not cycles:
-        return ""
     busy = cycles["train_ms"] + cycles["step_ms"] + cycles["other_ms"]
     return (
         f"{cycles['jobs']:.1f} jobs, {cycles['tokens']:.0f} tokens in {busy:.0f} ms; "
