@@ -66,14 +66,15 @@ KEYS_BF16 = ("one", "eight_64", "eight_16")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured of a model: rounds, the updates of a turn by case, and the numbers of jobs."""
+    """How much is measured of a model: the turns of each case and their updates; by numbers of jobs, the same."""
 
     name: str
     label: str
     rounds: int
     updates: dict[str, int]
     jobs: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    updates_by_jobs: int = 4
+    rounds_by_jobs: int = 2
+    updates_by_jobs: int = 2
 
 
 TINY = Plan(
@@ -81,13 +82,14 @@ TINY = Plan(
     "a tiny Qwen3",
     rounds=5,
     updates={"one": 40, "one_masked": 40, "eight_64": 30, "eight_16": 40, "eight_ragged": 10},
+    rounds_by_jobs=3,
     updates_by_jobs=20,
 )
 SMOLLM2 = Plan(
     "smollm2",
     "SmolLM2-135M",
     rounds=3,
-    updates={"one": 4, "one_masked": 4, "eight_64": 4, "eight_16": 8, "eight_ragged": 3},
+    updates={"one": 4, "one_masked": 4, "eight_64": 4, "eight_16": 8, "eight_ragged": 2},
 )
 
 
@@ -150,13 +152,17 @@ def main() -> None:
 def run(plan: Plan, model: Path) -> dict[str, float]:
     """Measure one model and show its tables. -> figures by the issue's keys"""
     cases = make_cases(vocabulary=AutoModelForCausalLM.from_pretrained(model).config.vocab_size)
-    found = measure(plan, model, cases)
-    show(f"Training, {plan.label}: tokens/s (medians of {plan.rounds} turns)", throughput_rows(found, cases))
-    rates = ", ".join(f"{dtype} {median(found.rates[dtype]) / 1e9:.0f}" for dtype in DTYPES)
-    show(f"What limits it, {plan.label}: shares of the time (matrix rate, GFLOP/s: {rates})", limit_rows(found, cases))
-    header = ("jobs, 1 × 64 each", *(f"{n}" for n in plan.jobs))
-    by_jobs = [(dtype, *(f"{found.by_jobs[dtype, n]:.0f}" for n in plan.jobs)) for dtype in DTYPES]
-    show(f"Tokens/s by number of jobs, {plan.label}", [header, *by_jobs])
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = Found(product_parameters(base))
+    with start(plan.name, model, slots=64) as stack:
+        service = lorry.ServiceClient(base_url=stack.url)
+        with redis.Redis.from_url(stack.url) as client:
+            workers = {dtype: Jobs(service, Mailbox(client), f"{plan.name}-{dtype}") for dtype in DTYPES}
+            measure_cases(plan, base, cases, workers, found)
+            show_cases(plan, cases, found)
+            measure_numbers_of_jobs(plan, base.config.vocab_size, workers, found)
+            show_numbers_of_jobs(plan, found)
+        service.close()
     return figures_of(found, cases, plan)
 
 
@@ -173,20 +179,11 @@ def make_cases(vocabulary: int) -> dict[str, Case]:
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(plan: Plan, model: Path, cases: dict[str, Case]) -> Found:
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = Found(product_parameters(base))
+def measure_cases(plan: Plan, base: Any, cases: dict[str, Case], workers: dict[str, Jobs], found: Found) -> None:
     bare = BareJobs(base)
-    with start(plan.name, model, slots=64) as stack:
-        service = lorry.ServiceClient(base_url=stack.url)
-        with redis.Redis.from_url(stack.url) as client:
-            workers = {dtype: Jobs(service, Mailbox(client), f"{plan.name}-{dtype}") for dtype in DTYPES}
-            for name, case in cases.items():
-                found.adapters[name] = bare.adapter_flops(case)
-                _measure_case(name, case, plan, bare, workers, found)
-            _measure_numbers_of_jobs(plan, base.config.vocab_size, workers, found)
-        service.close()
-    return found
+    for name, case in cases.items():
+        found.adapters[name] = bare.adapter_flops(case)
+        _measure_case(name, case, plan, bare, workers, found)
 
 
 def _measure_case(
@@ -221,7 +218,7 @@ def _measure_case(
         found.updates_per_cycle[dtype, name] = median([updates * len(case.batches) / t.cycles for t in turns[dtype]])
 
 
-def _measure_numbers_of_jobs(plan: Plan, vocabulary: int, workers: dict[str, Jobs], found: Found) -> None:
+def measure_numbers_of_jobs(plan: Plan, vocabulary: int, workers: dict[str, Jobs], found: Found) -> None:
     cases = {(dtype, count): rectangular(count, 1, 64, vocabulary) for dtype in workers for count in plan.jobs}
     contenders: dict[str, Callable[[], float]] = {}
     for (dtype, count), case in cases.items():
@@ -229,7 +226,7 @@ def _measure_numbers_of_jobs(plan: Plan, vocabulary: int, workers: dict[str, Job
         contenders[f"{dtype} {count}"] = lambda jobs=workers[dtype], case=case: (
             jobs.train(case, plan.updates_by_jobs).seconds
         )
-    times = in_turn(plan.rounds, contenders)
+    times = in_turn(plan.rounds_by_jobs, contenders)
     for (dtype, count), case in cases.items():
         found.by_jobs[dtype, count] = case.tokens * plan.updates_by_jobs / median(times[f"{dtype} {count}"])
 
@@ -345,6 +342,18 @@ def memory(folder: Path, sizes: Sequence[int]) -> tuple[list[tuple[str, ...]], f
 
 
 # -------------------------------------------------------------------------------------------------------- reporting
+
+
+def show_cases(plan: Plan, cases: dict[str, Case], found: Found) -> None:
+    show(f"Training, {plan.label}: tokens/s (medians of {plan.rounds} turns)", throughput_rows(found, cases))
+    rates = ", ".join(f"{dtype} {median(found.rates[dtype]) / 1e9:.0f}" for dtype in DTYPES)
+    show(f"What limits it, {plan.label}: shares of the time (matrix rate, GFLOP/s: {rates})", limit_rows(found, cases))
+
+
+def show_numbers_of_jobs(plan: Plan, found: Found) -> None:
+    header = ("jobs, 1 × 64 each", *(f"{count}" for count in plan.jobs))
+    rows = [(dtype, *(f"{found.by_jobs[dtype, count]:.0f}" for count in plan.jobs)) for dtype in DTYPES]
+    show(f"Tokens/s by number of jobs, {plan.label}", [header, *rows])
 
 
 def mfu(found: Found, cases: dict[str, Case], dtype: str, name: str) -> float:
