@@ -66,7 +66,7 @@ KEYS_BF16 = ("one", "eight_64", "eight_16")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured of a model: the turns of each case and their updates; by numbers of jobs, the same."""
+    """How much is measured of a model: turns (`rounds`), and the updates in each, by case and by number of jobs."""
 
     name: str
     label: str
@@ -151,8 +151,8 @@ def main() -> None:
 
 def run(plan: Plan, model: Path) -> dict[str, float]:
     """Measure one model and show its tables. -> figures by the issue's keys"""
-    cases = make_cases(vocabulary=AutoModelForCausalLM.from_pretrained(model).config.vocab_size)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    cases = make_cases(base.config.vocab_size)
     found = Found(product_parameters(base))
     with start(plan.name, model, slots=64) as stack:
         service = lorry.ServiceClient(base_url=stack.url)

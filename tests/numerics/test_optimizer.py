@@ -7,6 +7,7 @@ import torch
 
 from lorry_jobs.types import AdamParams
 from lorry_workers.engine.optimizer import AdamState, adamw_step, grad_norms, take_steps
+from tests.new_tensors import NewTensors
 
 
 def test_fifty_steps_of_two_jobs_with_changing_parameters_equal_torch():
@@ -101,3 +102,25 @@ def test_every_parameter_may_change_at_every_step():
         optimizer.step()
         assert taken.grad_norm == pytest.approx(norm.item())
         torch.testing.assert_close(mine, theirs.data, rtol=1e-6, atol=1e-6)
+
+
+class NoRoom(NewTensors):
+    """A device without memory for anything larger than a few numbers."""
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() > 64:
+            raise torch.OutOfMemoryError(f"no room for {storage.nbytes()} bytes")
+
+
+def test_a_step_that_does_not_fit_into_memory_changes_nothing():
+    torch.manual_seed(0)
+    parameters, gradients = [torch.randn(501), torch.randn(77)], [torch.randn(501), torch.randn(77)]
+    states = [AdamState.zeros_like(p) for p in parameters]
+    hyper = [AdamParams(learning_rate=0.1, weight_decay=0.1, grad_clip_norm=1.0)] * 2
+    take_steps(parameters, [g.clone() for g in gradients], states, hyper)  # moments that are not 0
+    before = [t.clone() for t in (*parameters, *(s.exp_avg for s in states), *(s.exp_avg_sq for s in states))]
+    with pytest.raises(torch.OutOfMemoryError), NoRoom():
+        take_steps(parameters, gradients, states, hyper)
+    after = (*parameters, *(s.exp_avg for s in states), *(s.exp_avg_sq for s in states))
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert [state.step for state in states] == [1, 1]

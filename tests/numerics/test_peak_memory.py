@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lorry_workers.base_model import load_base_model
 from lorry_workers.engine.checkpoints import CheckpointStore
 from lorry_workers.engine.engine import Batch, Engine, EngineOptions
+from tests.new_tensors import NewTensors
 from tests.tiny_engine import create_job, random_data
 from tests.tiny_models import make_tiny_llama
 
@@ -27,7 +26,7 @@ CHUNK_ROWS = 16
 LENGTH = 32
 
 
-class Held(TorchDispatchMode):
+class Held(NewTensors):
     """The bytes of all tensors made inside that are still there, at their highest, and the largest tensor."""
 
     def __init__(self) -> None:
@@ -36,17 +35,9 @@ class Held(TorchDispatchMode):
         self.buffer = 0  # of the head: it stays from pass to pass
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in known | self._seen:  # no view, nothing in place
-                    self._add(storage)
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def made(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._seen:
+            return
         key, size = storage._cdata, storage.nbytes()
         self._seen.add(key)
         weakref.finalize(storage, self._remove, key, size)

@@ -66,8 +66,24 @@ def test_jobs_show_with_ledger(cell: Cell, client: lorry.TrainingClient) -> None
         assert " ok " in line
         assert worker in line
         assert " ms" in line
-    assert [line.split("│")[3].strip() for line in lines if " optim_step " in line] == ["ok", "failed"]
+    assert [line.split()[2] for line in lines if " optim_step " in line] == ["ok", "failed"]
     assert client.model_id not in run_cli(cell, "jobs", "show", client.model_id, "--ledger", "--last", "1").stderr
+
+
+def test_names_are_whole_in_a_narrow_terminal_and_in_a_pipe(
+    cell: Cell, client: lorry.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = client.save_state("a-name-of-some-length-as-people-give-them").result(60).path
+    (worker,) = cell.mailbox.live_workers()
+    monkeypatch.setenv("COLUMNS", "80")
+    for command, wanted in ((("workers",), worker), (("jobs", "list"), client.model_id)):
+        lines = run_cli(cell, *command).stdout.splitlines()
+        assert max(len(line) for line in lines) <= 80
+        assert any(line.startswith(f"{wanted} ") for line in lines)
+    monkeypatch.delenv("COLUMNS")
+    for command in (("list",), ("show", saved)):
+        assert saved in run_cli(cell, "checkpoints", *command).stdout
+    assert "…" not in run_cli(cell, "checkpoints", "show", saved).stdout
 
 
 def test_unknown_names_are_errors(cell: Cell) -> None:

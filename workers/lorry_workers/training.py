@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from lorry_jobs import ops
 from lorry_jobs.errors import AccumulationIncomplete, LorryError
+from lorry_jobs.types import ForwardBackwardOutput
 
 from .committer import CLEAR, KEEP
 from .engine.engine import Engine
@@ -47,7 +48,7 @@ def train(engine: Engine, runs: Sequence[OpRun], cycle: int) -> None:
     with _Phase(runs, ops.FORWARD, ops.FORWARD_BACKWARD) as phase:
         outputs = _call(engine.run_batches, [as_batch(run.job, run.delivery) for run in phase.runs])
         for run, output in zip(phase.runs, outputs, strict=True):
-            run.result = _reply(batch_reply, output, cycle)
+            run.result = _batch_reply(output, cycle)
     for run in runs:
         if run.delivery.op == ops.FORWARD_BACKWARD and isinstance(run.result, Exception):
             _drop_gradients(engine, run.job)
@@ -66,7 +67,7 @@ def step(engine: Engine, runs: Sequence[OpRun], cycle: int) -> None:
     with _Phase(runs, ops.OPTIM_STEP) as phase:
         steps = [(run.job, run.delivery.request.adam_params) for run in phase.runs]
         for run, response in zip(phase.runs, _call(engine.optim_steps, steps), strict=True):
-            run.result = _reply(step_reply, response, cycle)
+            run.result = response if isinstance(response, Exception) else step_reply(response, cycle)
     for run in phase.runs:
         if isinstance(run.result, Exception):
             _drop_gradients(engine, run.job)  # as a replay will, however far the engine came
@@ -120,13 +121,13 @@ def _call(method: Callable[[list[Any]], list[Result | Exception]], items: list[A
         return [error] * len(items)
 
 
-def _reply(make: Callable[[Any, int], Reply], result: Any, cycle: int) -> Reply | Exception:
+def _batch_reply(output: ForwardBackwardOutput | Exception, cycle: int) -> Reply | Exception:
     """The op's reply, or why it has none."""
-    if isinstance(result, Exception):
-        return result
+    if isinstance(output, Exception):
+        return output
     try:
-        return make(result, cycle)
-    except Exception as error:  # noqa: BLE001 (recorded as the op's result)
+        return batch_reply(output, cycle)
+    except Exception as error:  # noqa: BLE001 (recorded as the op's result, and as_failure logs it)
         return error
 
 

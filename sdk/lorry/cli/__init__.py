@@ -15,12 +15,12 @@ from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
 from lorry.cli.checkpoints import checkpoints_app
 from lorry.cli.operate import drain, jobs_app, workers
+from lorry.cli.output import make_console
 from lorry.cli.plugins import PluginGroup
 from lorry_jobs.errors import LorryError, ServiceError
 from lorry_jobs.paths import lorry_home
@@ -35,7 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # locals hold passwords
 )
-console = Console(highlight=False, emoji=False)
+console = make_console()
 
 app.command()(workers)
 app.command()(drain)
@@ -51,7 +51,7 @@ def main() -> None:
     try:
         app(prog_name="lorry")
     except LorryError as error:
-        Console(stderr=True, highlight=False, emoji=False).print(f"lorry: {error}", style="red", markup=False)
+        make_console(stderr=True).print(f"lorry: {error}", style="red", markup=False)
         sys.exit(1)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lorry.cli.operate import URL
+from lorry.cli.output import make_console, make_table
 from lorry_jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lorry_jobs.checkpoint_paths import Kind
     from lorry_jobs.types import CheckpointMetadata
 
-console = Console(highlight=False, emoji=False)
+console = make_console()
 
 NAME = Annotated[str, typer.Argument(help="A checkpoint's path, or its name where only one job has it.")]
 JOB = Annotated[str | None, typer.Option(help="Only this job's.")]
@@ -38,10 +38,7 @@ def list_checkpoints(job: JOB = None, kind: KIND = None, url: URL = None) -> Non
     """The checkpoints, the oldest first: path, model, step, size, age, time left."""
     with _service(url) as service:
         found = service.list_checkpoints(job, cast("Kind | None", kind))
-    table = Table()
-    table.add_column("path", overflow="fold")
-    for column in ("model", "rank", "step", "size", "saved", "time left"):
-        table.add_column(column)
+    table = make_table("path", "model", "rank", "step", "size", "saved", "time left")
     for each in found:
         size, saved = f"{each.size / 2**20:.1f} MiB", f"{each.created:%Y-%m-%d %H:%M}"
         table.add_row(each.path, each.base_model, f"{each.lora_rank}", f"{each.step}", size, saved, _left(each))
@@ -53,7 +50,7 @@ def show(name: NAME, url: URL = None) -> None:
     """Everything that is known of one checkpoint."""
     with _service(url) as service:
         found = service.get_checkpoint_metadata(name)
-    rows = Table.grid(padding=(0, 2))
+    rows = Table.grid("", Column(overflow="fold"), padding=(0, 2))
     for field in ("path", "kind", "base_model", "lora_rank", "step", "size", "created", "expires", "pinned"):
         rows.add_row(field, str(getattr(found, field)))
     for key, value in found.user_metadata.items():

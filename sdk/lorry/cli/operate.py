@@ -8,15 +8,15 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from lorry.cli.output import make_console, make_table
 from lorry_jobs.errors import JobNotFound, UserError
 
 if TYPE_CHECKING:
     from lorry_jobs.mailbox import Mailbox
 
-console = Console(highlight=False, emoji=False)  # ":train:" in a job's id is no picture
+console = make_console()
 
 URL = Annotated[str | None, typer.Option(help="The server's address; default: LORRY_URL, else the local stack.")]
 
@@ -26,8 +26,8 @@ jobs_app = typer.Typer(help="Show the jobs of a server.", no_args_is_help=True)
 def workers(url: URL = None) -> None:
     """Show every live worker: model, lease, slots, load, what its last cycles held and took, version."""
     mailbox = _mailbox(url)
-    table = Table("worker", "model", "host", "lease", "jobs", "free slots", "requests", "queue", "cycle", "version", "")
-    table.columns[0].no_wrap = True  # `lorry drain` wants the whole name
+    columns = ("model", "host", "lease", "jobs", "free slots", "requests", "queue", "cycle", "version", "")
+    table = make_table("worker", *columns, whole="worker")  # `lorry drain` wants the whole name
     recent: list[str] = []
     for name in mailbox.live_workers():
         record = mailbox.worker_record(name)
@@ -79,7 +79,8 @@ def drain(
 def list_jobs(url: URL = None, limit: Annotated[int, typer.Option(min=1)] = 50) -> None:
     """The newest jobs: model, state, worker, ops done and waiting."""
     mailbox = _mailbox(url)
-    table = Table("job", "model", "state", "worker", "done", "snapshot", "bytes", "ms per op", "age")
+    columns = ("model", "state", "worker", "done", "snapshot", "bytes", "ms per op", "age")
+    table = make_table("job", *columns, whole="job")  # `lorry jobs show` wants the whole id
     for job in mailbox.jobs(limit):
         record = mailbox.job_record(job)
         if record:
@@ -108,7 +109,7 @@ def show_job(
 
 
 def _ledger_table(entries: dict[int, dict[str, Any]], last: int) -> Table:
-    table = Table("seq", "op", "status", "attempt", "worker", "epoch", "cycle", "queued", "waited", "ran", "total")
+    table = make_table("seq", "op", "status", "attempt", "worker", "epoch", "cycle", "queued", "waited", "ran", "total")
     for seq, entry in list(entries.items())[-last:]:
         queued, started, committed = entry.get("queued", 0), entry.get("started"), entry.get("committed")
         table.add_row(

@@ -86,9 +86,13 @@ def adamw_step(
 
     `grad_clip_norm` > 0 scales a gradient down to that norm as `torch.nn.utils.clip_grad_norm_` does:
     g · min(1, clip / (norm + 1e-6)). The gradients may be changed by it.
+
+    All memory is asked for before the first change: a step that does not fit leaves parameters and moments as they
+    were.
     """
     theta, grads = list(parameters), list(gradients)
     m, v = [s.exp_avg for s in states], [s.exp_avg_sq for s in states]
+    denominators = [torch.empty_like(moment) for moment in v]
     if any(p.grad_clip_norm for p in hyper):
         torch._foreach_mul_(grads, [_clip(p, norm) for p, norm in zip(hyper, norms, strict=True)])
     for state in states:
@@ -98,7 +102,8 @@ def adamw_step(
     torch._foreach_lerp_(m, grads, [1 - p.beta1 for p in hyper])
     torch._foreach_mul_(v, [p.beta2 for p in hyper])
     torch._foreach_addcmul_(v, grads, grads, [1 - p.beta2 for p in hyper])
-    denominators = torch._foreach_sqrt(v)
+    for moment, room in zip(v, denominators, strict=True):
+        torch.sqrt(moment, out=room)
     corrections = [math.sqrt(1 - p.beta2**s.step) for p, s in zip(hyper, states, strict=True)]
     torch._foreach_div_(denominators, corrections)
     torch._foreach_add_(denominators, [_float32(max(p.eps, _SMALLEST_EPS)) for p in hyper])
