@@ -126,6 +126,7 @@ def keep_busy(service: lorry.ServiceClient, flower: httpx.Client, seconds: float
     assert service._process.mailbox.live_workers(QWEN_SMALL)
 
 
+@pytest.mark.slow
 def test_workers_stay_online_while_an_op_computes(service: lorry.ServiceClient, flower: httpx.Client) -> None:
     keep_busy(service, flower, seconds=20)
 
