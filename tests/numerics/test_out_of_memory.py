@@ -8,6 +8,7 @@ import torch
 
 from lorry_jobs.errors import UserError
 from lorry_workers.engine.engine import Batch
+from lorry_workers.engine.trainer import MICROBATCHES_UNTIL_MORE
 from tests.tiny_engine import create_job, make_engine, random_data, randomize
 
 CPU_MESSAGE = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -106,3 +107,27 @@ def test_another_failure_in_a_shared_pass_hits_only_the_part_that_it_is_about(tm
     roomy.run_batches(good)
     mine, theirs = (each.state("a").adapter.require_gradients() for each in (engine, roomy))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_smaller_budget_grows_again_once_there_is_room(tmp_path):
+    engine = start(tmp_path, max_tokens_per_microbatch=100)
+    room = {"tokens": 30}
+
+    def check(module, args):
+        if args[0].shape[1] > room["tokens"]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine.trainer.body.layers[1].register_forward_pre_hook(check)
+    one = [Batch("c", random_data([8] * 6, seed=3), "cross_entropy", backward=False)]
+    assert not isinstance(engine.run_batches(one)[0], Exception)
+    small = engine.trainer.max_tokens_per_microbatch
+    assert small <= 30
+
+    for _ in range(MICROBATCHES_UNTIL_MORE):  # it tries more, which still does not fit
+        assert not isinstance(engine.run_batches(one)[0], Exception)
+    assert engine.trainer.max_tokens_per_microbatch <= 2 * small
+
+    room["tokens"] = 1000
+    for _ in range(3 * MICROBATCHES_UNTIL_MORE):
+        assert not isinstance(engine.run_batches(one)[0], Exception)
+    assert engine.trainer.max_tokens_per_microbatch == 100

@@ -21,9 +21,11 @@ def worker(
     url: Annotated[str | None, typer.Option(help="Redis; default: LORRY_URL.")] = None,
 ) -> None:
     """Serve one base model: train and sample for every client of this Redis."""
-    # OpenMP's threads spin while they wait, by default, and take the cores from Celery, Redis and clients on the same
-    # machine: 50 ms per step of a tiny model on two cores, 44 ms without. It is read when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # OpenMP's threads spin while they wait, by default for milliseconds, and take the cores from Celery, Redis and
+    # clients on the same machine. Not to spin at all is worse: to wake a thread takes longer than many a product.
+    # About 30 microseconds were best of what was tried. It is read when torch is loaded.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
     from .settings import WorkerSettings
     from .worker import run_worker

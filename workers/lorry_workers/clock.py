@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait
 
 from redis.exceptions import RedisError
@@ -14,7 +15,7 @@ from lorry_jobs.errors import LorryError, ServiceError
 from lorry_jobs.mailbox import Mailbox
 
 from .committer import Commit, Committer
-from .cycle import CycleStats, RecentCycles
+from .cycle import BATCHES, CycleStats, RecentCycles
 from .engine.engine import Engine
 from .executor import Reply
 from .journal import restore
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_SECONDS = 0.5
 REQUESTS_PER_CYCLE = 4
+PATIENCE = 0.05
+MAX_PATIENCE_SECONDS = 0.25
 
 
 class Clock:
@@ -51,6 +54,8 @@ class Clock:
         self._snapshots, self._mailbox, self._worker = snapshots, mailbox, worker
         self._max_tokens = max_tokens
         self._announced = ""
+        self._company: list[str] = []
+        self._patience = 0.0
         self._tick_started: float | None = None
         self._noted = time.monotonic()
         self._idle = 0.0  # seconds since then without work
@@ -76,7 +81,8 @@ class Clock:
     def _run(self) -> None:
         while not self._stop.is_set():
             waiting = time.monotonic()
-            self._lanes.wait_for_work(IDLE_WAIT_SECONDS)
+            if self._lanes.wait_for_work(IDLE_WAIT_SECONDS):
+                self._lanes.wait_for_company(self._company, self._patience)
             self._tick_started = time.monotonic()
             self._idle += self._tick_started - waiting
             self.tick()
@@ -143,6 +149,7 @@ class Clock:
         started = time.monotonic()
         train(self._engine, ran, self.cycle)
         trained = time.monotonic()
+        self._expect(ran, trained - started)
         step(self._engine, ran, self.cycle)
         stepped = time.monotonic()
         run_others(self._engine, ran, self.cycle)
@@ -151,6 +158,14 @@ class Clock:
         if suspect:  # until it is committed, nothing else may run that could be taken for it
             wait([commit.delivery.done for commit in commits])
         return trained - started, stepped - trained
+
+    def _expect(self, ran: Sequence[OpRun], seconds: float) -> None:
+        """The jobs whose batches shared a cycle will soon have their next ones, which should share one, too: if one
+        job starts without the others, these wait for its whole cycle. So the next cycle waits for them first, for a
+        small part of what this one took."""
+        jobs = list(dict.fromkeys(run.job for run in ran if run.delivery.op in BATCHES))
+        if jobs:
+            self._company, self._patience = jobs, min(seconds * PATIENCE, MAX_PATIENCE_SECONDS)
 
     def _record(self, run: OpRun) -> Commit:
         if isinstance(run.result, Reply):

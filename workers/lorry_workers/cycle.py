@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lorry_jobs import ops
 
-_BATCHES = (ops.FORWARD, ops.FORWARD_BACKWARD)
+BATCHES = (ops.FORWARD, ops.FORWARD_BACKWARD)
 
 
 class ReadyOp(NamedTuple):
@@ -49,9 +49,9 @@ def plan_cycle(jobs: Sequence[Sequence[ReadyOp]], *, max_tokens: int, max_ops: i
 
 
 def _goes_on(last: ReadyOp, ready: Sequence[ReadyOp], count: int, max_ops: int) -> bool:
-    if last.kind not in _BATCHES or count >= min(len(ready), max_ops):
+    if last.kind not in BATCHES or count >= min(len(ready), max_ops):
         return False
-    return ready[count].kind in (*_BATCHES, ops.OPTIM_STEP)
+    return ready[count].kind in (*BATCHES, ops.OPTIM_STEP)
 
 
 @dataclass(frozen=True)

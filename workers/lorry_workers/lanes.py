@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,10 +130,23 @@ class Lanes:
 
     # ---------------------------------------------------------------------------------------- the clock takes out
 
-    def wait_for_work(self, timeout: float) -> None:
+    def wait_for_work(self, timeout: float) -> bool:
+        """False if there is none after `timeout` seconds."""
         with self.changed:
-            self.changed.wait_for(self._has_work, timeout)
+            found = self.changed.wait_for(self._has_work, timeout)
             self._woken = False
+            return found
+
+    def wait_for_company(self, jobs: Iterable[str], timeout: float) -> None:
+        """Where some job has something to run, wait until `jobs` have, too; those that are no longer here do not
+        count. At most `timeout` seconds."""
+        with self.changed:
+            if any(lane.ready for lane in self._astir.values()):
+                self.changed.wait_for(lambda: not self._missing(jobs), timeout)
+
+    def _missing(self, jobs: Iterable[str]) -> bool:
+        lanes = (self._lanes.get(job) for job in jobs)
+        return not self._closed and any(lane is not None and not lane.leaving and not lane.ready for lane in lanes)
 
     def wake(self) -> None:
         """There is something for the clock to do that no lane shows."""

@@ -68,7 +68,7 @@ def _device(settings: WorkerSettings) -> str:
 
 def _options(settings: WorkerSettings) -> EngineOptions:
     return EngineOptions(
-        max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=settings.max_tokens_per_microbatch or (1024 if _device(settings) == "cpu" else 4096),
         activation_checkpointing=settings.activation_checkpointing,
     )
 

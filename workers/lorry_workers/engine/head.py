@@ -11,8 +11,7 @@ vocabulary matrix per token, and at most `chunk_elements` logits at a time. Posi
 gradient take no part in the second product.
 
 On a CPU the vocabulary is gone through in tiles, whose logits are used while they are in the cache; the maximum and
-the sum of logsumexp are carried along from tile to tile. A chunk's logits lie in one buffer that is kept: memory of
-that size, when it is asked for anew each time, is paid for page by page.
+the sum of logsumexp are carried along from tile to tile.
 
 Positions of several adapters may follow one another; each `LowRank` says which are its own.
 """
@@ -25,11 +24,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .adapter import Adapter
+from .products import add_linear, linear
 
 TermsOfRows = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(log-probabilities (c, K), rows) -> (losses (c, K), coefficients (c, K)) of the chunk `rows`."""
@@ -83,10 +82,8 @@ class Head:
         self.path = path
         vocabulary = linear.weight.shape[0]
         self.chunk_rows = max(1, chunk_elements // vocabulary)
-        self._on_cpu = linear.weight.device.type == "cpu"
-        tile = tile or (TILE_COLUMNS if self._on_cpu else vocabulary)
+        tile = tile or (TILE_COLUMNS if linear.weight.device.type == "cpu" else vocabulary)
         self._tiles = [slice(i, min(i + tile, vocabulary)) for i in range(0, vocabulary, tile)]
-        self._buffer = torch.empty(0)
 
     def everywhere(self, adapter: Adapter | None) -> list[LowRank]:
         """All positions through `adapter`."""
@@ -154,8 +151,7 @@ class Head:
     def _scores(
         self, h: Tensor, t: Tensor, rows: slice, low_ranks: Sequence[LowRank], *, keep: bool = False
     ) -> _Scores:
-        """Of the chunk `rows`: the log-probabilities of its targets, and with `keep` all its logits, which are good
-        until the next chunk's are made."""
+        """Of the chunk `rows`: the log-probabilities of its targets, and with `keep` all its logits."""
         dtype = torch.promote_types(h.dtype, torch.float32)
         highest = h.new_full((len(h), 1), -torch.inf, dtype=dtype)
         total, of_targets = torch.zeros_like(highest), h.new_zeros(t.shape, dtype=dtype)
@@ -166,7 +162,7 @@ class Head:
         ]
         kept = []
         for columns in self._tiles:
-            z = self._product(h, columns, self._room(len(h), columns, dtype) if keep else None)
+            z = _wide(h, self.weight[columns])
             if self.bias is not None:
                 z += self.bias[columns]
             for low, place, product in products:
@@ -178,24 +174,6 @@ class Head:
             if keep:
                 kept.append(z)
         return _Scores((of_targets - highest) - total.log(), highest, total, kept)
-
-    def _room(self, rows: int, columns: slice, dtype: torch.dtype) -> Tensor | None:
-        """A part of the buffer for the logits (rows, columns), in one piece; None: on a GPU, whose allocator keeps
-        what is freed."""
-        if not self._on_cpu:
-            return None
-        if self._buffer.dtype != dtype or self._buffer.numel() < rows * len(self.weight):
-            self._buffer = torch.empty(rows * len(self.weight), dtype=dtype)
-        return self._buffer[rows * columns.start : rows * columns.stop].view(rows, -1)
-
-    def _product(self, h: Tensor, columns: slice, room: Tensor | None) -> Tensor:
-        """h·Wᵀ for these tokens of the vocabulary (c, columns), in at least float32; in `room` if there is any."""
-        weight = self.weight[columns]
-        if room is None:
-            return _wide(h, weight)
-        if room.dtype == h.dtype:
-            return torch.mm(h, weight.t(), out=room)
-        return room.copy_(_wide(h, weight))
 
     def _gradient(
         self,
@@ -224,7 +202,7 @@ class Head:
             g.scatter_add_(1, place_in, torch.where(inside, c, 0.0).to(g.dtype))
             weight = self.weight[columns]
             if weight.dtype == g.dtype:
-                gradient.addmm_(g, weight)
+                gradient = add_linear(gradient, g, weight.t())
             else:
                 gradient.add_(_wide(g.to(weight.dtype), weight.t()))
             for low_rank in own:
@@ -300,5 +278,5 @@ def _wide(x: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype in (torch.bfloat16, torch.float16):
         if x.is_cuda:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return F.linear(x, weight).float()
-    return F.linear(x, weight)
+        return linear(x, weight).float()
+    return linear(x, weight)

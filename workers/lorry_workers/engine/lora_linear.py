@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adapter import Adapter
 from .bank import Bank, Factors, Segment
+from .products import FrozenLinear, add_linear, linear
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
@@ -79,7 +79,8 @@ class LoraLinear(nn.Module):
         bank = self.active.bank
         factors = bank.factors.get(self.group.paths) if bank is not None and self.group is not None else None
         if factors is None:
-            return F.linear(x, self.weight, self.bias)
+            y = FrozenLinear.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+            return y.view(*x.shape[:-1], y.shape[-1])
         return self.group.output(self, x, factors, bank.segments)
 
     def extra_repr(self) -> str:
@@ -134,7 +135,7 @@ class _GroupedLora(torch.autograd.Function):
         factors: Factors,
         segments: Sequence[Segment],
     ) -> tuple[Tensor, ...]:
-        outputs = tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
+        outputs = tuple(linear(x, layer.weight, layer.bias) for layer in layers)
         parts = _parts(factors, segments, len(x))
         lows = [part.add_low_rank(x, outputs) for part in parts]
         ctx.save_for_backward(x, *lows)
@@ -147,9 +148,9 @@ class _GroupedLora(torch.autograd.Function):
         gradients = tuple(gradient.contiguous() for gradient in gradients)  # (T, out) each
         into: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            into = gradients[0] @ ctx.layers[0].weight
+            into = linear(gradients[0], ctx.layers[0].weight.t())
             for gradient, layer in zip(gradients[1:], ctx.layers[1:], strict=True):
-                into.addmm_(gradient, layer.weight)
+                into = add_linear(into, gradient, layer.weight.t())
         for part, low in zip(ctx.parts, lows, strict=True):
             part.add_gradients(x, low, gradients, into)
         return into, None, None, None, None
@@ -164,7 +165,7 @@ class _OneAdapter:
 
     def add_low_rank(self, x: Tensor, outputs: Sequence[Tensor]) -> Tensor:
         """Adds to each (T, out), in place. -> x·Aᵀ (n, R)"""
-        low = x[self.rows] @ self.factors.a.t()
+        low = linear(x[self.rows], self.factors.a)
         for m, ranks, b in self.factors.members():
             outputs[m][self.rows].addmm_(low[:, ranks], b.t())
         return low
@@ -174,7 +175,7 @@ class _OneAdapter:
         of_low = torch.empty_like(low)
         for m, ranks, b in self.factors.members():
             gradient = gradients[m][self.rows]
-            of_low[:, ranks] = gradient @ b
+            of_low[:, ranks] = linear(gradient, b.t())
             _add_product(self.factors.grad_b[m], gradient.t(), low[:, ranks])
         _add_product(self.factors.grad_a, of_low.t(), x[self.rows])
         if into is not None:

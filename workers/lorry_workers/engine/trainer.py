@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Config = Mapping[str, float | str] | None
 
 KEPT_BANKS = 4
+MICROBATCHES_UNTIL_MORE = 50
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Trainer:
         self.active = active
         self.head = head
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self._allowed_tokens = max_tokens_per_microbatch
+        self._fitted = 0  # micro-batches since one did not fit
         self.device = head.weight.device
         self.body = base.model.base_model
         self.packing = Packing(base.model)
@@ -127,8 +130,11 @@ class Trainer:
         groups = self._plan(rows)
         while groups:
             group = [row for row in groups.pop(0) if row.part not in run.failed]
-            error = self._attempt(run, group, backward) if group else None
+            if not group:
+                continue
+            error = self._attempt(run, group, backward)
             if error is None:
+                self._try_more()
                 continue
             if not out_of_memory(error):
                 # Whatever it is, only the part that it is about may fail of it.
@@ -142,12 +148,20 @@ class Trainer:
             else:
                 tokens = sum(row.length for row in group)
                 self.max_tokens_per_microbatch = max(1, tokens // 2)
+                self._fitted = 0
                 log.warning(
-                    "%d tokens at once do not fit into memory: from now on at most %d",
+                    "%d tokens at once do not fit into memory: for now at most %d",
                     tokens,
                     self.max_tokens_per_microbatch,
                 )
                 groups = self._plan([row for rest in (group, *groups) for row in rest])
+
+    def _try_more(self) -> None:
+        """What did not fit once may fit later: jobs leave, and other processes give back what they had."""
+        self._fitted += 1
+        if self._fitted >= MICROBATCHES_UNTIL_MORE and self.max_tokens_per_microbatch < self._allowed_tokens:
+            self.max_tokens_per_microbatch = min(2 * self.max_tokens_per_microbatch, self._allowed_tokens)
+            self._fitted = 0
 
     def _attempt(self, run: _Run, rows: list[Row], backward: bool, *, keep: bool = True) -> Exception | None:
         """Run one micro-batch. Either it has its whole effect (none without `keep`), or none and this is why."""
