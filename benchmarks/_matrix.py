@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def matrix_rate(dtype: torch.dtype, device: torch.device | str = "cpu", *, size: int = 2048, times: int = 3) -> float:
+def matrix_rate(
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    size: int = 2048,
+    times: int = 3,
+    product: Callable[[Tensor, Tensor], Tensor] = torch.mm,
+) -> float:
     """Floating-point operations per second of a product of two square matrices; the best of a few."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = left @ right
+    product(left, right)
     best = float("inf")
     for _ in range(times):
         synchronize(device)
         started = time.perf_counter()
-        torch.mm(left, right, out=out)
+        product(left, right)
         synchronize(device)
         best = min(best, time.perf_counter() - started)
     return 2 * size**3 / best
