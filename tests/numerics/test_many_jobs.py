@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -239,3 +242,33 @@ def test_a_cycle_of_steps_refuses_the_bad_ones_alone(tmp_path):
         torch.testing.assert_close(gradient(engine, job), gradient(clean, job), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="only one step"):
         engine.optim_steps([("a", adam), ("a", adam)])
+
+
+def test_jobs_whose_company_changes_from_cycle_to_cycle_always_train_on_their_present_values(tmp_path):
+    """The layouts of earlier companies are kept; what they hold of a job is old once it has stepped without them."""
+    engine, alone = start(tmp_path), start(tmp_path)
+    adam = AdamParams(learning_rate=1e-2, eps=1e-5)
+    for number, company in enumerate(["ab", "a", "ab", "b", "ba", "ab"]):
+        batches = [Batch(job, random_data([7, 5], seed=10 * number + ord(job)), "cross_entropy") for job in company]
+        for batch, result in zip(batches, engine.run_batches(batches), strict=True):
+            expected = alone.forward_backward(batch.job, batch.data, batch.loss_fn)
+            assert result.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        for each in (engine, alone):
+            each.optim_steps([(job, adam) for job in company])
+
+
+def test_a_dropped_job_is_forgotten_and_a_new_one_of_its_name_starts_afresh(tmp_path):
+    engine = start(tmp_path)
+    engine.run_batches([batch for batch in good_batches() if batch.job in "ad"])
+    adapter = weakref.ref(engine.state("a").adapter)
+    engine.drop_job("a")
+    gc.collect()
+    assert adapter() is None
+
+    create_job(engine, "a", rank=4, seed=9)
+    clean = make_engine(tmp_path)
+    create_job(clean, "a", rank=4, seed=9)
+    batch = Batch("a", random_data([9], seed=1), "cross_entropy")
+    [result] = engine.run_batches([batch])
+    assert result.metrics == pytest.approx(clean.run_batches([batch])[0].metrics, rel=1e-5)
+    torch.testing.assert_close(gradient(engine, "a"), gradient(clean, "a"), rtol=1e-5, atol=1e-6)

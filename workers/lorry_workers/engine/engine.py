@@ -165,7 +165,9 @@ class Engine:
 
     def drop_job(self, job: str) -> None:
         """Forget the job's state, if it is here."""
-        self.jobs.pop(job, None)
+        state = self.jobs.pop(job, None)
+        if state is not None:
+            self.trainer.forget(state.adapter)
 
     def drop_gradients(self, job: str) -> bool:
         """Forget what was accumulated since the last step; True if there was anything."""

@@ -78,6 +78,7 @@ class Trainer:
         self.body = base.model.base_model
         self.packing = Packing(base.model)
         self._banks: OrderedDict[tuple[int, ...], Bank] = OrderedDict()
+        self._loaded: set[tuple[int, ...]] = set()  # banks that have this run's values
         self.checkpointed: list[GradientCheckpointingLayer] = []
         if activation_checkpointing:
             model = base.model
@@ -107,7 +108,7 @@ class Trainer:
                 run.failed[number] = error
             else:
                 run.add(number, loss)
-        self._load_banks(run.adapters)
+        self._loaded.clear()
         # Rows without backward have micro-batches of their own: among the others, half of their time would go
         # into a backward pass of zeros.
         for backward in (False, True):
@@ -249,7 +250,9 @@ class Trainer:
                 low.b.grad.add_(low.grad_b)
 
     def _bank(self, batch: MicroBatch, adapters: Sequence[Adapter]) -> Bank:
-        """The bank of the micro-batch's adapters. The last used ones are kept."""
+        """The bank of the micro-batch's adapters, with their present values. The last used ones are kept: jobs come
+        in company that changes from cycle to cycle and returns, and the memory of a new bank takes longer to get
+        than its values."""
         chosen = [adapters[number] for number in batch.adapters]
         key = tuple(id(adapter) for adapter in chosen)
         bank = self._banks.pop(key, None)
@@ -257,19 +260,17 @@ class Trainer:
             while len(self._banks) >= KEPT_BANKS:
                 self._banks.popitem(last=False)
             bank = self.active.make_bank(chosen, gradients=True)
+        elif key not in self._loaded:
+            bank.load()
         self._banks[key] = bank
+        self._loaded.add(key)
         bank.segments = batch.segments
         return bank
 
-    def _load_banks(self, adapters: Sequence[Adapter]) -> None:
-        """Take the present values of those that this run uses, and forget those with adapters that it does not:
-        their jobs may be gone."""
-        present = {id(adapter) for adapter in adapters}
-        for key, bank in list(self._banks.items()):
-            if present.issuperset(key):
-                bank.load()
-            else:
-                del self._banks[key]
+    def forget(self, adapter: Adapter) -> None:
+        """Its job is gone."""
+        for key in [key for key in self._banks if id(adapter) in key]:
+            del self._banks[key]
 
     def _low_ranks(self, batch: MicroBatch, adapters: Sequence[Adapter], *, gradients: bool = False) -> list[LowRank]:
         """What the adapters add to the output layer, with gradients of the micro-batch's own."""
