@@ -61,11 +61,26 @@ def test_the_gradient_of_the_input(bias):
     torch.testing.assert_close(x.grad.double(), gradient.double() @ weight.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_random_numbers_of_others_are_left_alone():
+@pytest.fixture
+def untried(library, monkeypatch):
+    """As in a process that has not tried oneDNN yet."""
+    monkeypatch.undo()
+    products._linear_pointwise.cache_clear()
+    yield
+    products._linear_pointwise.cache_clear()
+
+
+def test_the_random_numbers_of_others_are_left_alone(untried):
     torch.manual_seed(1)
     expected = torch.randn(3)
     torch.manual_seed(1)
-    if hasattr(products._linear_pointwise, "cache_clear"):
-        products._linear_pointwise.cache_clear()
     linear(torch.ones(2, 2), torch.ones(2, 2))
     assert torch.equal(torch.randn(3), expected)
+
+
+def test_an_operator_that_gives_something_else_is_not_used(untried, monkeypatch, caplog):
+    wrong = lambda x, weight, *options: torch.zeros(len(x), len(weight))  # noqa: E731
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", wrong)
+    x, weight = torch.randn(N, IN), torch.randn(OUT, IN)
+    assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert "oneDNN cannot be called" in caplog.text

@@ -81,8 +81,8 @@ class Clock:
     def _run(self) -> None:
         while not self._stop.is_set():
             waiting = time.monotonic()
-            if self._lanes.wait_for_work(IDLE_WAIT_SECONDS):
-                self._lanes.wait_for_company(self._company, self._patience)
+            self._lanes.wait_for_work(IDLE_WAIT_SECONDS)
+            self._lanes.wait_for_company(self._company, self._patience)
             self._tick_started = time.monotonic()
             self._idle += self._tick_started - waiting
             self.tick()

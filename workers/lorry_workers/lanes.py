@@ -130,12 +130,10 @@ class Lanes:
 
     # ---------------------------------------------------------------------------------------- the clock takes out
 
-    def wait_for_work(self, timeout: float) -> bool:
-        """False if there is none after `timeout` seconds."""
+    def wait_for_work(self, timeout: float) -> None:
         with self.changed:
-            found = self.changed.wait_for(self._has_work, timeout)
+            self.changed.wait_for(self._has_work, timeout)
             self._woken = False
-            return found
 
     def wait_for_company(self, jobs: Iterable[str], timeout: float) -> None:
         """Where some job has something to run, wait until `jobs` have, too; those that are no longer here do not
